@@ -1,0 +1,63 @@
+"""What a child process is given: its place in the layout, the shared memory, and the ends of the pipes it uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from pydantic import BaseModel
+
+from htsrl.actors.mailbox import Inbox, Outbox
+from htsrl.config import NetworkOptions
+from htsrl.envs.spec import EnvSpec
+from htsrl.storage.episodes import EpisodeLog
+from htsrl.storage.layout import Layout
+from htsrl.storage.memory import Arena
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How a child hears of the run's end, and how the run hears of the child's troubles."""
+
+    lifeline: Inbox
+    """End of file here means that the run's process is gone."""
+    reports: Connection
+    """'ready' once, or a fault with its traceback (see htsrl.actors.reports)."""
+
+
+@dataclass(frozen=True)
+class ExecutorPorts:
+    """Everything one executor knows."""
+
+    index: int
+    arena: Arena
+    layout: Layout
+    spec: EnvSpec
+    options: BaseModel
+    seed: int
+    sync_interval: int
+    logs: list[EpisodeLog]
+    """Where each of its replicas stands; replayed before the first interval."""
+    inbox: Inbox
+    actors: list[Outbox]
+    barrier: Outbox
+    lines: Lines
+
+
+@dataclass(frozen=True)
+class ActorPorts:
+    """Everything one actor knows."""
+
+    index: int
+    arena: Arena
+    layout: Layout
+    spec: EnvSpec
+    network: NetworkOptions
+    seed: int
+    sync_interval: int
+    lockstep: bool
+    """Schedule 'sync': wait for all replicas at every step."""
+    device: str
+    inbox: Inbox
+    executors: list[Outbox]
+    lines: Lines

@@ -1,0 +1,61 @@
+"""How children report: that they are ready, or why they can't go on. JSON over a pipe, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from htsrl.actors.ports import Lines
+
+
+class EnvironmentFault(Exception):
+    """An environment raised or returned nonsense; ``context`` says which replica, episode, step, seed and action."""
+
+    def __init__(self, context: dict[str, Any]) -> None:
+        super().__init__(context)
+        self.context = context
+
+
+@contextmanager
+def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
+    """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
+    # The terminal's Ctrl-C reaches the whole process group; the run decides when children end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
+    try:
+        yield
+    except EOFError:
+        os._exit(0)  # the run closed the mailboxes
+    except EnvironmentFault as fault:
+        cause = fault.__cause__ or fault
+        _send(lines, {"kind": "environment", "role": role, "index": index, "traceback": _format(cause)} | fault.context)
+        os._exit(1)
+    except BaseException as error:
+        _send(lines, {"kind": "internal", "role": role, "index": index, "traceback": _format(error)})
+        os._exit(1)
+
+
+def send_ready(lines: Lines, **facts: Any) -> None:
+    """Tell the run that this child is ready to work."""
+    _send(lines, {"kind": "ready"} | facts)
+
+
+def _send(lines: Lines, report: dict[str, Any]) -> None:
+    lines.reports.send_bytes(json.dumps(report, default=str).encode())
+
+
+def _format(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _leave_with_the_run(fd: int) -> None:
+    """The run never writes to the lifeline: the read returns when its process is gone, in whatever way."""
+    os.read(fd, 1)
+    os._exit(1)

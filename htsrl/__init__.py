@@ -1,0 +1,76 @@
+"""HTS-RL: high-throughput synchronous reinforcement learning, bit-for-bit reproducible.
+
+    import htsrl
+
+    config = htsrl.configure("CartPole-v1", algo="ppo", total_steps=100_000)
+    result = htsrl.train(config)
+
+Names are imported when first used, so that ``import htsrl`` costs nothing and executors never load torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "A2COptions": "htsrl.config",
+    "AtariOptions": "htsrl.config",
+    "Config": "htsrl.config",
+    "ConfigError": "htsrl.errors",
+    "EnvSpec": "htsrl.envs.spec",
+    "Environment": "htsrl.envs.spec",
+    "EnvironmentFailed": "htsrl.errors",
+    "FootballOptions": "htsrl.config",
+    "GymnasiumOptions": "htsrl.config",
+    "HtsrlError": "htsrl.errors",
+    "NetworkOptions": "htsrl.config",
+    "OutputOptions": "htsrl.config",
+    "PPOOptions": "htsrl.config",
+    "RunFailed": "htsrl.errors",
+    "RuntimeOptions": "htsrl.config",
+    "SyntheticOptions": "htsrl.config",
+    "configure": "htsrl.settings",
+    "evaluate_run": "htsrl.evaluation",
+    "load_config": "htsrl.tomlfile",
+    "to_toml": "htsrl.tomlfile",
+    "train": "htsrl.train",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+if TYPE_CHECKING:
+    from htsrl.config import A2COptions as A2COptions
+    from htsrl.config import AtariOptions as AtariOptions
+    from htsrl.config import Config as Config
+    from htsrl.config import FootballOptions as FootballOptions
+    from htsrl.config import GymnasiumOptions as GymnasiumOptions
+    from htsrl.config import NetworkOptions as NetworkOptions
+    from htsrl.config import OutputOptions as OutputOptions
+    from htsrl.config import PPOOptions as PPOOptions
+    from htsrl.config import RuntimeOptions as RuntimeOptions
+    from htsrl.config import SyntheticOptions as SyntheticOptions
+    from htsrl.envs.spec import Environment as Environment
+    from htsrl.envs.spec import EnvSpec as EnvSpec
+    from htsrl.errors import ConfigError as ConfigError
+    from htsrl.errors import EnvironmentFailed as EnvironmentFailed
+    from htsrl.errors import HtsrlError as HtsrlError
+    from htsrl.errors import RunFailed as RunFailed
+    from htsrl.settings import configure as configure
+    from htsrl.tomlfile import load_config as load_config
+    from htsrl.tomlfile import to_toml as to_toml
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'htsrl' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,104 @@
+"""Checkpoints: one safetensors file each, written atomically, checksummed, never pickle.
+
+A checkpoint stands for the start of an interval, after the learner has consumed the storage before it: so it needs no
+storage, and is written while the executors already work. Its tensors are the newest and the behaviour parameters by
+name, the optimizer's state and the episode logs; everything else is JSON in the file's header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save
+
+from htsrl.errors import ConfigError
+from htsrl.rundir import write_atomically
+
+FORMAT = 1
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint file holds."""
+
+    tensors: dict[str, np.ndarray]
+    """By name: ``parameters/*``, ``behaviour/*``, ``algorithm/*``, ``episodes/*``."""
+    state: dict[str, Any]
+    """JSON: interval, version, steps, counters, digests, package versions."""
+
+    def group(self, prefix: str) -> dict[str, np.ndarray]:
+        """The tensors under ``prefix/``, without the prefix."""
+        start = len(prefix) + 1
+        return {name[start:]: array for name, array in self.tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write ``checkpoint`` into ``folder`` and delete all but the newest ``keep``.
+
+    A temporary file is written, synced and renamed, so that a checkpoint is either whole or absent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = json.dumps(checkpoint.state, sort_keys=True)
+    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(checkpoint.tensors, state)}
+    data = save({name: np.ascontiguousarray(array) for name, array in checkpoint.tensors.items()}, metadata)
+    path = folder / f"steps-{checkpoint.state['steps']:012d}{_SUFFIX}"
+    write_atomically(path, data)
+    for old in list_checkpoints(folder)[:-keep]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint.
+
+    Raises:
+        ConfigError: the file is missing, damaged or of another format; the message says which.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no checkpoint {path}") from None
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(f"the checkpoint {path} is damaged ({error})") from None
+    if metadata.get("format") != str(FORMAT):
+        raise ConfigError(f"{path} is not a checkpoint of format {FORMAT}, the only one that this version reads")
+    state = metadata.get("state", "")
+    if metadata.get("sha256") != _checksum(tensors, state):
+        raise ConfigError(f"the checkpoint {path} is damaged: its checksum doesn't match its content")
+    return Checkpoint(tensors, json.loads(state))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, oldest first."""
+    return sorted(folder.glob(f"steps-*{_SUFFIX}"))
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest checkpoint of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = list_checkpoints(run_dir / "checkpoints")
+    if not found:
+        raise ConfigError(
+            f"{run_dir} holds no checkpoint; a run writes one at its end and every --checkpoint-every steps"
+        )
+    return found[-1]
+
+
+def _checksum(tensors: dict[str, np.ndarray], state: str) -> str:
+    digest = hashlib.sha256(state.encode())
+    for name in sorted(tensors):
+        digest.update(f"{name}:{tensors[name].dtype}:{tensors[name].shape}".encode())
+        digest.update(np.ascontiguousarray(tensors[name]))
+    return digest.hexdigest()

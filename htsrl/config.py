@@ -1,0 +1,348 @@
+"""The configuration: one frozen pydantic model per concern, validated once, before any process starts.
+
+The command line, TOML files, presets and the ``config.toml`` of a run are all made from these models. This module
+imports neither torch nor an environment, so that ``htsrl --help`` answers at once and executors can read it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def refused(sentence: str) -> PydanticCustomError:
+    """What a validator raises: ``sentence`` names settings in backticks, so that each front end spells them its way."""
+    return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """For values from text: 'none' is None where that is allowed, '1e6' a whole number, and true is no number."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        choices = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and not {bool, Any} & set(choices):
+            return str(value).lower()  # pydantic would read it as 0 or 1
+        if isinstance(value, str):
+            if value.lower() == "none" and type(None) in choices:
+                return None
+            if re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", value, re.IGNORECASE) and _whole(choices):
+                return float(value)
+        return value
+
+
+def _whole(choices: tuple[Any, ...]) -> bool:
+    return any(choice is int or int in get_args(choice) for choice in choices)
+
+
+# ---------------------------------------------------------------------------------------------- environment families
+
+
+class GymnasiumOptions(Section):
+    """Any environment that is registered with Gymnasium."""
+
+    max_episode_steps: PositiveInt | None = None
+    """Steps after which an episode is truncated; by default what the environment registered."""
+    reward_scale: PositiveFloat = 1.0
+    """The learner sees rewards times this; reported returns stay raw."""
+
+
+class AtariOptions(Section):
+    """Atari games, straight on the Arcade Learning Environment."""
+
+    frame_skip: PositiveInt = 4
+    """Emulator frames per agent step; the observation is the maximum over the last two."""
+    frame_stack: PositiveInt = 4
+    """Observations stacked on the last axis."""
+    noop_max: NonNegativeInt = 30
+    """An episode starts with 1 to this many no-op frames; 0 starts at once."""
+    sticky_actions: Fraction = 0.0
+    """Probability per frame that the emulator repeats the previous action."""
+    reward_clip: bool = True
+    """The learner sees the sign of the reward; reported returns are the game's full score."""
+    terminal_on_life_loss: bool = False
+    """The learner sees a lost life as a termination; episodes in reports are always full games."""
+    full_action_space: bool = False
+    """All 18 actions instead of those the game uses."""
+    max_episode_steps: PositiveInt | None = 27_000
+    """Agent steps after which a game is truncated (27,000 x 4 frames = 30 minutes)."""
+
+
+class FootballOptions(Section):
+    """Google Research Football."""
+
+    representation: Literal["extracted", "simple115v2"] = "extracted"
+    """'extracted' is the 72x96 minimap of four planes, 'simple115v2' a vector of 115 numbers."""
+    stacked: bool = True
+    """Stack the last four observations."""
+    rewards: Literal["scoring", "scoring,checkpoints"] = "scoring,checkpoints"
+    """What the learner is paid for; the reported score counts goals alone."""
+    max_episode_steps: PositiveInt | None = None
+    """Steps after which an episode is truncated; by default the scenario decides."""
+
+
+class SyntheticOptions(Section):
+    """Environments made for tests and benchmarks."""
+
+    step_ms: NonNegativeFloat | None = None
+    """Mean duration of a step in milliseconds: asleep, by default 0; synthetic:football works, by default for 2."""
+    step_shape: PositiveFloat = 1.0
+    """Shape K of the Gamma distribution of the duration (1: exponential; larger: more regular)."""
+    observation_size: PositiveInt = 16
+    """Length of the observation vector."""
+    num_actions: PositiveInt = 6
+    """Number of discrete actions."""
+    max_episode_steps: PositiveInt | None = 200
+    """Steps after which an episode is truncated."""
+
+
+EnvOptions = GymnasiumOptions | AtariOptions | FootballOptions | SyntheticOptions
+
+FAMILIES: dict[str, type[Section]] = {
+    "gymnasium": GymnasiumOptions,
+    "atari": AtariOptions,
+    "football": FootballOptions,
+    "synthetic": SyntheticOptions,
+}
+
+
+# -------------------------------------------------------------------------------------------------------- algorithms
+
+
+class AlgorithmOptions(Section):
+    """Settings that all algorithms share."""
+
+    learning_rate: PositiveFloat = 3e-4
+    """Step size at the start."""
+    lr_schedule: Literal["constant", "linear"] = "linear"
+    """'linear' falls to zero at the end of the step budget."""
+    discount: Fraction = 0.99
+    """γ."""
+    gae_lambda: Fraction = 0.95
+    """λ of generalised advantage estimation; 1 gives n-step returns."""
+    entropy_coef: NonNegativeFloat = 0.01
+    """Weight of the entropy bonus."""
+    value_coef: NonNegativeFloat = 0.5
+    """Weight of the value loss."""
+    max_grad_norm: PositiveFloat = 0.5
+    """Every gradient step's global norm is clipped to this."""
+
+
+class PPOOptions(AlgorithmOptions):
+    """Proximal policy optimisation (Schulman et al. 2017)."""
+
+    epochs: PositiveInt = 4
+    """Passes over each interval's data."""
+    minibatches: PositiveInt = 4
+    """Gradient steps per pass."""
+    clip_range: PositiveFloat = 0.2
+    """ε: how far the probability ratio may move before its gradient is cut."""
+    clip_value: PositiveFloat | None = None
+    """Clip the value function's change to this range; off by default."""
+    normalize_advantage: bool = True
+    """Whiten advantages within each minibatch."""
+    target_kl: PositiveFloat | None = None
+    """Skip the remaining epochs once the mean KL divergence exceeds 1.5 times this."""
+    adam_eps: PositiveFloat = 1e-5
+    """Adam's ε."""
+
+
+class A2COptions(AlgorithmOptions):
+    """Advantage actor-critic (Mnih et al. 2016): one gradient step per interval."""
+
+    learning_rate: PositiveFloat = 7e-4
+    """Step size at the start."""
+    gae_lambda: Fraction = 1.0
+    """λ of generalised advantage estimation; 1 gives n-step returns."""
+    normalize_advantage: bool = False
+    """Whiten advantages within the batch."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """'rmsprop' is the paper's."""
+    rmsprop_decay: Fraction = 0.99
+    """RMSprop's smoothing of squared gradients."""
+    optimizer_eps: PositiveFloat = 1e-5
+    """ε of the optimizer."""
+
+
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions}
+
+
+# ------------------------------------------------------------------------------------------------------------ shared
+
+
+class NetworkOptions(Section):
+    """The policy and value network."""
+
+    network: Literal["auto", "mlp", "nature", "football", "impala"] = "auto"
+    """'auto': MLP for vectors, the paper's CNN for football, the Nature CNN for other images."""
+    hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
+    """Hidden layers of the MLP (policy and value have one each)."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Activation of the MLP."""
+    initial_log_std: float = 0.0
+    """Logarithm of the initial standard deviation of continuous actions."""
+
+
+class RuntimeOptions(Section):
+    """Processes, schedule and devices. Any layout of executors, actors and groups gives the same bits."""
+
+    num_envs: PositiveInt = 16
+    """N: environment replicas."""
+    sync_interval: PositiveInt = 128
+    """T: steps of each replica between two barriers (the paper's alpha)."""
+    schedule: Literal["hts", "sync"] = "hts"
+    """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline."""
+    num_executors: PositiveInt | Literal["auto"] = "auto"
+    """Processes that step environments; 'auto' fits the machine's cores and the environment."""
+    num_actors: PositiveInt = 1
+    """Processes that run the policy."""
+    envs_per_group: PositiveInt | Literal["auto"] = "auto"
+    """Replicas that one message speaks of."""
+    device: str = "auto"
+    """'cpu', 'cuda', 'cuda:1' or 'auto' (a GPU where there is one)."""
+    learner_threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of the learner. Other numbers give other bits; 'auto' is written into the run's configuration."""
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _no_async_yet(cls, value: Any) -> Any:
+        if value == "async":
+            raise refused("`schedule` async is not available yet; use hts or sync")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise refused(f"`device` must be auto, cpu, cuda or cuda:N, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> RuntimeOptions:
+        """Replicas are dealt to the executors as evenly as possible, and a group never spans two executors."""
+        if self.num_executors != "auto" and self.num_executors > self.num_envs:
+            raise refused(f"`num_executors` must be at most `num_envs` ({self.num_envs}), got {self.num_executors}")
+        if self.num_actors > self.num_envs:
+            raise refused(f"`num_actors` must be at most `num_envs` ({self.num_envs}), got {self.num_actors}")
+        if self.schedule == "sync" and self.num_actors != 1:
+            raise refused(f"`schedule` sync needs `num_actors` 1, got {self.num_actors}")
+        if self.envs_per_group != "auto":
+            executors = 1 if self.num_executors == "auto" else self.num_executors
+            largest = -(-self.num_envs // executors)
+            if self.envs_per_group > largest:
+                raise refused(
+                    f"`envs_per_group` must be at most {largest}, the replicas of one executor "
+                    f"({self.num_envs} / {executors}, rounded up): a group never spans two; got {self.envs_per_group}"
+                )
+        return self
+
+
+class OutputOptions(Section):
+    """What a run writes and shows."""
+
+    run_dir: Path | None = None
+    """Folder of the run; by default runs/ENV-ALGO-SEED-TIME."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; one at the end is always written."""
+    keep_checkpoints: PositiveInt = 3
+    """Older checkpoints are deleted."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations of the current policy; off by default."""
+    eval_episodes: PositiveInt = 10
+    """Episodes of one evaluation."""
+    eval_stochastic: bool = False
+    """Evaluations sample actions instead of taking the most likely one."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run's folder."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """'live' is a table that updates in place, 'plain' a line now and then, 'auto' picks by the terminal."""
+
+
+E = TypeVar("E", bound=Section, covariant=True)
+H = TypeVar("H", bound=AlgorithmOptions, covariant=True)
+
+
+class Config(Section, Generic[E, H]):
+    """One training run. ``Config[AtariOptions, PPOOptions]`` is PPO on Atari, and so on."""
+
+    algo: str = "ppo"
+    """Algorithm: ppo or a2c."""
+    env: str = "gfootball"
+    """Environment: gfootball, gfootball:SCENARIO, atari:Pong, ALE/Pong-v5, any Gymnasium id, module:Id-v0."""
+    total_steps: PositiveInt = 1_000_000
+    """Step budget over all replicas; the run ends at the first barrier that reaches it."""
+    seed: NonNegativeInt = 0
+    """All randomness of the run comes from this."""
+    algorithm: H
+    environment: E
+    network: NetworkOptions = NetworkOptions()
+    runtime: RuntimeOptions = RuntimeOptions()
+    output: OutputOptions = OutputOptions()
+
+    @field_validator("algo")
+    @classmethod
+    def _known_algorithm(cls, value: str) -> str:
+        if value not in ALGORITHMS:
+            raise refused(f"`algo` must be one of {', '.join(ALGORITHMS)}, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _options_belong(self) -> Config[E, H]:
+        wanted = ALGORITHMS[self.algo]
+        if type(self.algorithm) is not wanted:
+            raise refused(f"`algo` {self.algo} takes {wanted.__name__}, got {type(self.algorithm).__name__}")
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_fit(self) -> Config[E, H]:
+        if isinstance(self.algorithm, PPOOptions):
+            envs, interval, parts = self.runtime.num_envs, self.runtime.sync_interval, self.algorithm.minibatches
+            rows = envs * interval
+            if rows % parts:
+                raise refused(
+                    f"`minibatches` must divide `num_envs` x `sync_interval` = {envs} x {interval} = {rows}, "
+                    f"got {parts}; nearest that fit: {_nearest_divisors(rows, parts)}"
+                )
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pydantic puts a parametrised class where pickle can't find it, unless it was made at a module's top level.
+        return _restore, (self.__pydantic_generic_metadata__["args"], dict(self))
+
+
+def _restore(arguments: tuple[Any, ...], values: dict[str, Any]) -> Config[Any, Any]:
+    return (Config[arguments] if arguments else Config)(**values)  # type: ignore[valid-type,misc]
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of ``number`` just below and above ``wanted``: '4 and 8'."""
+    below = next(d for d in range(min(wanted, number), 0, -1) if number % d == 0)
+    above = next((d for d in range(wanted, number + 1) if number % d == 0), None)
+    return str(below) if above is None else f"{below} and {above}"
+
+
+AnyConfig = Config[EnvOptions, AlgorithmOptions]

@@ -1,0 +1,88 @@
+"""Environments by name, behind one small protocol (`htsrl.envs.spec`). Nothing here imports torch.
+
+| name | family |
+| --- | --- |
+| ``gfootball``, ``gfootball:SCENARIO`` | `htsrl.envs.football` |
+| ``atari:Pong``, ``ALE/Pong-v5`` | `htsrl.envs.atari` |
+| ``synthetic:sleep``, ``synthetic:counting``, ``synthetic:football`` | `htsrl.envs.synthetic` |
+| ``CartPole-v1``, ``module:Id-v0``, any other Gymnasium id | `htsrl.envs.gymnasium_env` |
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, Literal
+
+from htsrl.config import AtariOptions, FootballOptions, GymnasiumOptions, Section, SyntheticOptions
+from htsrl.envs.spec import ActionSpec, Environment, EnvSpec
+from htsrl.errors import ConfigError
+
+__all__ = ["ActionSpec", "EnvSpec", "Environment", "Family", "describe", "family_of", "make", "options_class"]
+
+Family = Literal["gymnasium", "atari", "football", "synthetic"]
+
+_PREFIXES: dict[str, Family] = {
+    "gfootball:": "football",
+    "atari:": "atari",
+    "ALE/": "atari",
+    "synthetic:": "synthetic",
+}
+_OPTIONS: dict[Family, type[Section]] = {
+    "gymnasium": GymnasiumOptions,
+    "atari": AtariOptions,
+    "football": FootballOptions,
+    "synthetic": SyntheticOptions,
+}
+_MODULES: dict[Family, str] = {
+    "gymnasium": "htsrl.envs.gymnasium_env",
+    "atari": "htsrl.envs.atari",
+    "football": "htsrl.envs.football",
+    "synthetic": "htsrl.envs.synthetic",
+}
+_INSTALL: dict[Family, str] = {
+    "atari": "Atari games need ale-py and OpenCV: run `pip install 'htsrl[atari]'`",
+    "football": (
+        "gfootball is not installed: run `make setup` in htsrl's source folder, "
+        "which builds its engine once and keeps it"
+    ),
+}
+
+
+def family_of(env: str) -> Family:
+    """The family that ``env`` belongs to, judged by its name alone."""
+    if env == "gfootball":
+        return "football"
+    return next((family for prefix, family in _PREFIXES.items() if env.startswith(prefix)), "gymnasium")
+
+
+def options_class(env: str) -> type[Section]:
+    """The section of the configuration that describes environments of this family."""
+    return _OPTIONS[family_of(env)]
+
+
+def describe(env: str, options: Any) -> EnvSpec:
+    """Everything that the rest of the system needs to know about ``env``; builds it at most once, to close it again.
+
+    Raises:
+      ConfigError: unknown name, package that isn't installed, space that isn't supported, options of another family.
+    """
+    return _module(env, options).describe(env, options)
+
+
+def make(env: str, options: Any, *, render: bool = False) -> Environment:
+    """One environment for an executor; with ``render`` one that can draw. Raises what `describe` raises."""
+    return _module(env, options).make(env, options, render=render)
+
+
+def _module(env: str, options: Any) -> ModuleType:
+    """The family's module: imported on first use, so that a missing package matters only to those who want it."""
+    family = family_of(env)
+    if not isinstance(options, _OPTIONS[family]):
+        raise ConfigError(f"{env} takes {_OPTIONS[family].__name__}, got {type(options).__name__}.")
+    try:
+        return importlib.import_module(_MODULES[family])
+    except ImportError as error:
+        if family not in _INSTALL:
+            raise
+        raise ConfigError(f"{_INSTALL[family]} ({error}).") from error

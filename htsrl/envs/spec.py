@@ -1,0 +1,92 @@
+"""What the runtime knows of an environment: a plain description, made once, sent to every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """An action space. Shapes in the storage: ``[]`` (discrete), ``[A]`` (multi_discrete and box)."""
+
+    kind: Literal["discrete", "multi_discrete", "box"]
+    nvec: tuple[int, ...] = ()
+    """Number of choices per component; one entry for 'discrete'."""
+    start: int = 0
+    """First value of a 'discrete' space: the environment receives action + start."""
+    low: tuple[float, ...] = ()
+    """Lower bounds of 'box', flattened; -inf where there is none."""
+    high: tuple[float, ...] = ()
+    """Upper bounds of 'box', flattened."""
+    shape: tuple[int, ...] = ()
+    """Shape in which the environment wants a 'multi_discrete' or 'box' action."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one action in the storage."""
+        return {"discrete": (), "multi_discrete": (len(self.nvec),), "box": (len(self.low),)}[self.kind]
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """Dtype of one action in the storage."""
+        return np.dtype(np.float32 if self.kind == "box" else np.int64)
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """One environment family member, as the storage, the models and the executors need to know it."""
+
+    env_id: str
+    """The name that the user gave, normalised: 'gfootball:academy_empty_goal_close', 'atari:Pong', 'CartPole-v1'."""
+    family: Literal["gymnasium", "atari", "football", "synthetic"]
+    observation_shape: tuple[int, ...]
+    """Shape of one observation as the environment (adapter) returns it; images are H, W, C."""
+    observation_dtype: np.dtype
+    """Dtype in the storage: uint8 for images, float32 for everything else."""
+    observation_kind: Literal["vector", "image"]
+    action: ActionSpec
+    frame_skip: int = 1
+    """Frames per agent step, for reports."""
+    max_episode_steps: int | None = None
+    """The executor truncates an episode after this many steps."""
+    has_raw_reward: bool = False
+    """True where ``info['raw_reward']`` accompanies every step; elsewhere the reward itself is what reports add up."""
+    has_life_loss: bool = False
+    """True where ``info['life_lost']`` marks steps that the learner sees as terminations while the game goes on."""
+    has_score: bool = False
+    """True where ``info['score']`` accompanies the end of an episode (football: goals for minus against)."""
+    sleeps: bool = False
+    """True where a step waits instead of computing, so that many executors fit on one core."""
+    versions: dict[str, str] = field(default_factory=dict, hash=False)
+    """Versions of the packages that decide what the environment does."""
+
+
+class Environment(Protocol):
+    """What an executor steps: Gymnasium's API without the parts that nobody calls.
+
+    ``reset`` always gets a seed of at most 63 bits, and seed plus actions decide everything that follows, whatever was
+    played before. Time limits are the executor's. An adapter may return the same array and the same info each time: the
+    executor copies at once. ``row[...] = observation`` fills a row of the spec's shape and dtype.
+
+    ``step`` gets an ``int`` (discrete, start added), an int64 array or a float32 array within the bounds, in the
+    action's ``shape``. What ``info`` means is declared by the spec (``has_raw_reward``, ``has_life_loss``,
+    ``has_score``); anything else in it is the environment's own.
+    """
+
+    def reset(self, seed: int) -> np.ndarray: ...
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]: ...
+
+    def render(self) -> np.ndarray | None:
+        """A picture [height, width, 3] uint8 for videos; None where the environment can't draw."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def seed31(seed: int) -> int:
+    """``seed`` folded to 31 bits, for environments whose seeds are C integers; smaller ones stay as they are."""
+    return (seed ^ seed >> 31 ^ seed >> 62) & 0x7FFFFFFF

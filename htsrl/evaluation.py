@@ -1,0 +1,214 @@
+"""Evaluation: episodes of a fixed policy, from seeds that training never uses, unbiased over parallel episodes."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from htsrl import determinism, envs, processes, rng
+from htsrl.actors.executor import action_converter
+from htsrl.actors.inference import InferenceBatch
+from htsrl.actors.mailbox import mailbox
+from htsrl.actors.ports import Lines
+from htsrl.actors.reports import reported
+from htsrl.checkpoint import load_checkpoint, newest_checkpoint
+from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.errors import RunFailed
+from htsrl.models import ActorCritic, build_model
+from htsrl.models.flat import FlatParameters
+from htsrl.rundir import require_run, update_result
+from htsrl.tomlfile import load_config
+
+# Episodes played side by side. Every episode that is started is counted, whatever its length.
+SLOTS = 8
+
+
+@dataclass
+class Slot:
+    """One of the parallel episodes."""
+
+    env: Any
+    obs: np.ndarray
+    noise: np.random.Generator
+    episode: int
+    steps: int = 0
+    reward: float = 0.0
+
+
+def evaluate(
+    model: ActorCritic, spec: EnvSpec, options: Any, seed: int, episodes: int, stochastic: bool
+) -> dict[str, np.ndarray]:
+    """Play ``episodes`` episodes and return ``return``, ``length`` and ``score``, each [episodes].
+
+    Episode k starts from ``evaluation_seed(seed, k)`` and has its own noise, so that its course depends neither on the
+    number of parallel episodes nor on the order in which they end. ``stochastic`` samples actions; otherwise the most
+    likely action is taken.
+    """
+    results = {name: np.full(episodes, np.nan) for name in ("return", "length", "score")}
+    to_env = action_converter(spec.action)
+    limit = spec.max_episode_steps or math.inf
+    device = next(model.parameters()).device
+    batch = InferenceBatch(model, spec, SLOTS, device)
+    batch.keep([batch.largest])
+    waiting = list(range(episodes))[::-1]
+
+    def begin(env: Any) -> Slot | None:
+        if not waiting:
+            env.close()
+            return None
+        episode = waiting.pop()
+        obs = env.reset(seed=rng.evaluation_seed(seed, episode))
+        noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
+        return Slot(env, np.array(obs), noise, episode)
+
+    draw = rng.gumbel if model.head.noise_kind == "gumbel" else rng.normal
+    slots = [begin(envs.make(spec.env_id, options)) for _ in range(min(SLOTS, episodes))]
+    while playing := [slot for slot in slots if slot is not None]:
+        # One batched forward pass for all
+        for row, slot in enumerate(playing):
+            batch.obs[row] = slot.obs
+            batch.noise[row] = draw(slot.noise, (model.head.noise_size,))
+        answer = batch.answer(len(playing), mode=not stochastic)
+
+        # Step each; an episode that ended makes room for the next
+        slots = []
+        for slot, action in zip(playing, to_env(answer.action)):
+            obs, reward, terminated, truncated, info = slot.env.step(action)
+            slot.steps += 1
+            slot.reward += info["raw_reward"] if spec.has_raw_reward else reward
+            if terminated or truncated or slot.steps >= limit:
+                results["return"][slot.episode] = slot.reward
+                results["length"][slot.episode] = slot.steps
+                results["score"][slot.episode] = info.get("score", np.nan)
+                slots.append(begin(slot.env))
+            else:
+                slot.obs = np.array(obs)
+                slots.append(slot)
+    return results
+
+
+def summarise(results: dict[str, np.ndarray], spec: EnvSpec) -> dict[str, float]:
+    """Mean, spread and extremes of :func:`evaluate`'s results."""
+    returns = results["return"]
+    summary = {
+        "episodes": len(returns),
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "return_min": float(returns.min()),
+        "return_max": float(returns.max()),
+        "length_mean": float(results["length"].mean()),
+    }
+    if spec.has_score:
+        summary["score_mean"] = float(results["score"].mean())
+    return summary
+
+
+def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | None = None) -> dict[str, float]:
+    """Evaluate the newest checkpoint of a run and add the outcome to its ``result.json`` under ``evaluation``.
+
+    Raises:
+        ConfigError: the folder holds no run or no readable checkpoint, or the environment is not installed.
+    """
+    require_run(run_dir)
+    config = load_config(run_dir / "config.toml")
+    checkpoint = load_checkpoint(newest_checkpoint(run_dir))
+    spec = envs.describe(config.env, config.environment)
+    determinism.enable(threads=1)
+    model = build_model(spec, config.network, config.seed)
+    FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
+    results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic)
+    summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
+    update_result(run_dir, {"evaluation": summary})
+    return summary
+
+
+@dataclass(frozen=True)
+class EvaluatorPorts:
+    """Everything the evaluator process knows."""
+
+    config: AnyConfig
+    spec: EnvSpec
+    requests: Connection
+    """Steps as JSON, then the parameters as safetensors."""
+    lines: Lines
+
+
+def run_evaluator(ports: EvaluatorPorts) -> None:
+    """Body of the evaluator process: plays the configured episodes with each set of parameters it is sent."""
+    with reported("evaluator", 0, ports.lines):
+        determinism.enable(threads=1)
+        config, output = ports.config, ports.config.output
+        model = build_model(ports.spec, config.network, config.seed)
+        parameters = FlatParameters(model, gradients=False)
+        while True:
+            steps = json.loads(ports.requests.recv_bytes())
+            parameters.load(safetensors.numpy.load(ports.requests.recv_bytes()))
+            results = evaluate(
+                model, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic
+            )
+            summary = {"steps": steps, "stochastic": output.eval_stochastic} | summarise(results, ports.spec)
+            ports.lines.reports.send_bytes(json.dumps({"kind": "evaluation"} | summary).encode())
+
+
+class Evaluator:
+    """Periodic evaluation in a process of its own, so that it neither delays nor disturbs training.
+
+    Results arrive later than their request, and carry its step count; parameters travel with the request, so no
+    evaluation ever sees half an update.
+    """
+
+    # More requests than this wait for the oldest: memory stays bounded when evaluation is slower than training.
+    MOST_PENDING = 4
+
+    def __init__(self, config: AnyConfig, spec: EnvSpec) -> None:
+        self._lifeline, self._hold_lifeline = mailbox()
+        self._reports, report = multiprocessing.Pipe(duplex=False)
+        requests, self._requests = multiprocessing.Pipe(duplex=False)
+        ports = EvaluatorPorts(config, spec, requests, Lines(self._lifeline, report))
+        self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
+        report.close()
+        requests.close()
+        self._pending = 0
+        self._arrived: list[dict[str, float]] = []
+
+    def request(self, steps: int, parameters: dict[str, np.ndarray]) -> None:
+        """Evaluate ``parameters``; ``steps`` is when."""
+        while self._pending >= self.MOST_PENDING:
+            self._hear()
+        self._requests.send_bytes(json.dumps(steps).encode())
+        self._requests.send_bytes(safetensors.numpy.save(parameters))
+        self._pending += 1
+
+    def results(self, wait: bool = False) -> list[dict[str, float]]:
+        """Evaluations that have arrived since the last call; ``wait`` for all that were requested."""
+        while self._pending and (wait or self._reports.poll()):
+            self._hear()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests):
+            end.close()
+
+    def _hear(self) -> None:
+        try:
+            report = json.loads(self._reports.recv_bytes())
+        except EOFError:
+            raise RunFailed("the evaluator ended without a word") from None
+        if report.pop("kind") != "evaluation":
+            raise RunFailed(f"the evaluation failed:\n{report['traceback']}")
+        self._pending -= 1
+        self._arrived.append(report)

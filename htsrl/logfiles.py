@@ -1,0 +1,92 @@
+"""The files that a run's numbers go to: lines of JSON, and TensorBoard events. Neither needs torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from htsrl.rundir import plain
+
+
+class JsonLines:
+    """A file of one JSON object per line, of which no crash leaves half a line in front of another."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending; a half line, left by a machine that went down, is cut off."""
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._cut_half_line()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write ``record`` with one system call: it outlives this process, whatever happens to it.
+
+        Raises:
+            OSError: the line could not be written whole; the file is as it was.
+        """
+        line = json.dumps(plain(dict(record)), allow_nan=False).encode() + b"\n"
+        before = os.fstat(self._file).st_size
+        written = 0
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # the disk is full: a second attempt says so
+                written += os.write(self._file, line[written:])
+        finally:
+            if written < len(line):
+                os.ftruncate(self._file, before)
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _cut_half_line(self) -> None:
+        end = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - 4096)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                os.ftruncate(self._file, start + newline + 1)
+                return
+            end = start
+        os.ftruncate(self._file, 0)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that may still be written to: a half line at its end is left out, as is a missing file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+class TensorBoard:
+    """TensorBoard scalars. A thread of the writer's own does the writing."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(run_dir), flush_secs=10)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add the numbers of ``record`` at ``record['steps']``; what isn't finite isn't drawn."""
+        values = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in record.items()
+            if tag != "steps" and isinstance(value, int | float) and math.isfinite(value)
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=record["steps"], summary=summary))
+
+    def close(self) -> None:
+        """Write what is left; twice is fine."""
+        self._writer.close()

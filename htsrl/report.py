@@ -1,0 +1,98 @@
+"""The reporter: every number of a run goes through it, to files, TensorBoard and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.logfiles import JsonLines, TensorBoard
+from htsrl.rundir import EVALUATIONS, METRICS, plain, update_result
+from htsrl.terminal import Board, QuietView, View, evaluation_line, header_lines, last_lines, make_view
+
+EVENTS = "TensorBoard events"
+
+
+class Reporter:
+    """Writes ``metrics.jsonl``, ``evaluations.jsonl``, TensorBoard events and ``result.json``, and shows the run.
+
+    A file or terminal that can't be written to any more is given up with a note: the run goes on.
+    """
+
+    def __init__(self, config: AnyConfig, spec: EnvSpec, run_dir: Path) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._files: dict[str, JsonLines | TensorBoard] = {
+            name: JsonLines(run_dir / name) for name in (METRICS, EVALUATIONS)
+        }
+        if config.output.tensorboard:
+            self._files[EVENTS] = TensorBoard(run_dir)
+        self._board = Board(config, spec.has_score, spec.frame_skip)
+        self._view: View = make_view(config.output.progress, self._board)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Show once what the run is: parameters, executors, actors, device, threads."""
+        header = header_lines(self._config, self._run_dir, facts)
+        self._show(lambda: self._view.start(header))
+
+    def interval(self, record: Mapping[str, float | int | None]) -> None:
+        """Record an interval: a line of ``metrics.jsonl``, TensorBoard scalars at ``record['steps']``, the view."""
+        numbers = plain(dict(record))
+        self._board.update(numbers)
+        numbers.setdefault("steps_per_second", self._board.speed)
+        self._append(METRICS, numbers)
+        self._append(EVENTS, numbers)
+        self._show(self._view.interval)
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Record an evaluation of the policy as it was at ``record['steps']``."""
+        numbers = plain(dict(record))
+        self._board.evaluation = numbers
+        self._append(EVALUATIONS, numbers)
+        self._append(EVENTS, {name if name == "steps" else f"eval/{name}": value for name, value in numbers.items()})
+        line = evaluation_line(numbers)
+        self._show(lambda: self._view.evaluation(line))
+
+    def note(self, message: str) -> None:
+        """Show a line for the person: a warning."""
+        self._show(lambda: self._view.note(message))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write ``result.json`` and say how the run ended, where the checkpoint is and how to evaluate it."""
+        update_result(self._run_dir, dict(result))
+        lines = last_lines(plain(dict(result)), self._config, self._run_dir)
+        self._show(lambda: self._view.finish(lines))
+
+    def close(self) -> None:
+        """Close the files and give the terminal back; twice is fine."""
+        self._show(self._view.close)
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        file = self._files.get(name)
+        if file is None:
+            return
+        try:
+            file.append(record)
+        except OSError as error:
+            del self._files[name]
+            self.note(f"no more {name} in {self._run_dir}, the run goes on: {(error.strerror or str(error)).lower()}")
+
+    def _show(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except OSError:  # nobody reads any more: a closed pipe, a terminal that is gone
+            self._view = QuietView()

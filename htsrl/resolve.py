@@ -1,0 +1,72 @@
+"""What is left to the machine: device, threads, and the layout of replicas on processes."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.errors import ConfigError
+from htsrl.storage.layout import Layout
+
+
+def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
+    """Fill in what decides bits and was left to the machine: the device and the learner's threads.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    device = resolve_device(config.runtime.device)
+    threads = config.runtime.learner_threads
+    if threads == "auto":
+        # Convolutions gain from every core; the small layers of an MLP lose more by handing work over than they gain.
+        threads = available_cores() if spec.observation_kind == "image" and device == "cpu" else 1
+    runtime = config.runtime.model_copy(update={"device": device, "learner_threads": threads})
+    return config.model_copy(update={"runtime": runtime})
+
+
+def resolve_device(device: str) -> str:
+    """The torch device for --device."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {device} is not there: torch sees {torch.cuda.device_count()} GPUs; use cpu or auto"
+        )
+    return device
+
+
+def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
+    """The layout of replicas on processes; 'auto' values fit the environment and the machine's cores."""
+    runtime = config.runtime
+    executors = runtime.num_executors
+    if executors == "auto":
+        executors = min(automatic_executors(spec), runtime.num_envs)
+    group = runtime.envs_per_group
+    if group == "auto":
+        # Two groups per executor: it steps one while the actor answers the other.
+        group = math.ceil(runtime.num_envs / executors / 2)
+    return Layout(runtime.num_envs, executors, runtime.num_actors, group)
+
+
+def automatic_executors(spec: EnvSpec) -> int:
+    """Executors for one machine: sleeping environments wait side by side, computing ones share the cores."""
+    if spec.sleeps:
+        return 64
+    if spec.observation_kind == "vector":
+        return max(available_cores() // 2, 1)
+    return available_cores()
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

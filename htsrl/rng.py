@@ -1,0 +1,72 @@
+"""The only module that makes random numbers.
+
+Every generator is counter-based (Philox) and keyed by the run's seed, a stream and a position, never by who asks or
+when: the noise of replica n in interval j is the same whichever process, machine or resumed run draws it. Nothing else
+in the system creates a generator, and nothing draws from a global one.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_MASK = (1 << 64) - 1
+
+
+class Stream(IntEnum):
+    """What a generator is for. Numbers are part of the determinism contract: never renumber."""
+
+    ACTION_NOISE = 1  # position: replica n, interval j
+    EPISODE = 2  # position: replica n, episode k
+    MINIBATCH = 3  # position: interval j
+    INITIALISATION = 4
+    EVALUATION = 5  # position: episode
+    EVALUATION_NOISE = 6  # position: episode
+    ENVIRONMENT = 7  # inside adapters; position: whatever the adapter counts
+    PROBE = 8
+
+
+def generator(seed: int, stream: Stream, *position: int) -> np.random.Generator:
+    """A generator for ``stream`` at up to two non-negative integers of ``position``.
+
+    Philox has a 256-bit counter: its two highest words hold the position, the key holds seed and stream, so that each
+    position owns 2^128 draws that no other position can reach.
+    """
+    first, second = (*position, 0, 0)[:2]
+    if len(position) > 2 or min(seed, first, second) < 0:
+        raise ValueError(f"position takes at most two non-negative integers, got {position} for seed {seed}")
+    # Seeds above 64 bits fold into the key's second word beside the stream.
+    key = [seed & _MASK, ((seed >> 64) << 8 | int(stream)) & _MASK]
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, second, first]))
+
+
+def episode_seed(seed: int, replica: int, episode: int) -> int:
+    """Seed of episode ``episode`` of replica ``replica``: 63 bits, unrelated between seeds, replicas and episodes."""
+    return int(generator(seed, Stream.EPISODE, replica, episode).integers(1 << 63))
+
+
+def evaluation_seed(seed: int, episode: int) -> int:
+    """Seed of the ``episode``-th evaluation episode, from a stream that training never uses."""
+    return int(generator(seed, Stream.EVALUATION, episode).integers(1 << 63))
+
+
+def gumbel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard Gumbel noise, float32: argmax(logits + noise) is a sample of the categorical distribution."""
+    return rng.gumbel(size=shape).astype(np.float32)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal noise, float32."""
+    return rng.standard_normal(size=shape, dtype=np.float32)
+
+
+def torch_generator(seed: int, stream: Stream) -> torch.Generator:
+    """A torch generator on the CPU for ``stream``, for initialisers that want one."""
+    import torch
+
+    return torch.Generator().manual_seed(int(generator(seed, stream).integers(1 << 63)))

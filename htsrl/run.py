@@ -1,0 +1,326 @@
+"""One training run: allocate, start, run the intervals, stop.
+
+The main thread of this process is the learner. Interval j:
+
+    executors and actors fill storage j with the behaviour parameters θ_j,
+    meanwhile the learner consumes storage j-1 and makes θ_{j+1},
+    at the barrier θ_{j+1} is published and the storages change places.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from htsrl import determinism, rng
+from htsrl.checkpoint import Checkpoint, save_checkpoint
+from htsrl.config import AnyConfig
+from htsrl.crew import Crew
+from htsrl.envs.spec import EnvSpec
+from htsrl.evaluation import Evaluator
+from htsrl.learner.learner import Learner
+from htsrl.report import Reporter
+from htsrl.resolve import layout_for
+from htsrl.storage.digest import parameters_digest, trajectory_digest
+from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
+from htsrl.storage.fields import control_fields, rollout_fields
+from htsrl.storage.memory import Arena, total_bytes
+
+RECENT_EPISODES = 100
+STAND_FIELDS = ("episode", "episode_steps", "episode_reward", "reset_pending")
+
+
+@dataclass
+class Progress:
+    """How far a run is. Everything here is counted at barriers, in (interval, replica, step) order."""
+
+    interval: int = 0
+    """Completed intervals."""
+    steps: int = 0
+    """Environment steps; rows that are not transitions don't count."""
+    episodes: int = 0
+    seconds: float = 0.0
+    trajectory: bytes = bytes(32)
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_EPISODES))
+    scores: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_EPISODES))
+
+    @classmethod
+    def restored(cls, checkpoint: Checkpoint) -> Progress:
+        """The progress that a checkpoint holds."""
+        state = checkpoint.state
+        counts = {name: state[name] for name in ("interval", "steps", "episodes", "seconds")}
+        recent = {name: deque(state[name], RECENT_EPISODES) for name in ("returns", "scores")}
+        return cls(**counts, **recent, trajectory=bytes.fromhex(state["trajectory"]))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; the same as its result.json."""
+
+    run_dir: Path
+    interrupted: bool
+    values: dict[str, Any]
+
+
+class Run:
+    """Opens and closes what a run needs: shared memory, the crew, the learner, the evaluator."""
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        spec: EnvSpec,
+        run_dir: Path,
+        reporter: Reporter,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Allocate and start; with a ``checkpoint``, at the interval for which it was written."""
+        self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
+        self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
+        self.progress = Progress()
+        logs = [EpisodeLog() for _ in range(self.N)]
+        self.learner = Learner(config, spec, torch.device(config.runtime.device))
+        self.layout = layout_for(config, spec)
+        fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
+        size = len(self.learner.parameters)
+        control = control_fields(self.N, len(self.layout.groups), self.layout.num_executors, size)
+        self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
+        self.storages = [self.arena.views("even"), self.arena.views("odd")]
+        self.control = self.arena.views("control")
+        if checkpoint is not None:
+            self.progress = Progress.restored(checkpoint)
+            self.learner.restore(checkpoint.group, checkpoint.state["version"])
+            logs = restored_logs(checkpoint, self.N)
+            for name in STAND_FIELDS:
+                getattr(self.control, name)[:] = checkpoint.state["replicas"][name]
+        self.control.interval[0] = self.progress.interval - 1
+        self.control.finished[:] = self.progress.interval
+        self.control.posted[:] = self.control.answered[:] = self.progress.interval * self.T
+        self.episode_logs = EpisodeLogs(logs)
+        self.crew = Crew(config, spec, self.layout, self.arena, config.runtime.device, logs)
+        self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
+        self.result: Result
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.crew.stop()
+        if self.evaluator is not None:
+            self.evaluator.stop()
+        self.arena.close()
+
+    # -------------------------------------------------------------------------------------------------- the intervals
+
+    def train(self, stop: threading.Event) -> None:
+        """Run intervals until the budget is spent or ``stop`` is set."""
+        self.crew.await_ready()
+        self.reporter.start(self.facts())
+        self.clock = time.perf_counter() - self.progress.seconds
+        hts = self.config.runtime.schedule == "hts"
+        full: dict[str, float] | None = None  # the record of the full storage that waits for the learner
+
+        # Warm up: before the first interval there is nothing to learn from
+        j = self.progress.interval
+        if j == 0:
+            self.learner.warm_up()
+        self.write_noise(j)
+        self.begin(j, self.learner.behaviour, self.learner.version - self.learner.lag)
+        while True:
+            # Learn from the storage before, while this one fills
+            self.write_noise(j + 1)
+            if full is not None:
+                self.consume(j - 1, full)
+
+            # Meet at the barrier
+            waiting = time.perf_counter()
+            self.crew.await_barrier()
+            full = self.count(j, waiting)
+            if not hts:
+                self.consume(j, full)
+                full = None
+            self.evaluate_if_due()
+
+            # Publish θ_{j+1}, change storages, go on
+            if self.progress.steps >= self.config.total_steps or stop.is_set():
+                break
+            j += 1
+            self.begin(j, self.learner.newest, self.learner.version)
+
+        # Drain: the last storage is learned from, too
+        if full is not None:
+            self.consume(j, full)
+        self.finish(interrupted=self.progress.steps < self.config.total_steps)
+
+    def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
+        """Publish the behaviour parameters of interval j and let the executors begin."""
+        self.control.parameters[:] = behaviour.cpu().numpy()
+        self.control.version[0] = version
+        self.storages[j % 2].behaviour_version[0] = version
+        self.control.interval[0] = j
+        self.begun = time.perf_counter()
+        self.crew.begin_interval()
+
+    def write_noise(self, j: int) -> None:
+        """Draw the action noise of interval j, each replica's from its own generator. Only actors read it."""
+        draw = rng.gumbel if self.learner.model.head.noise_kind == "gumbel" else rng.normal
+        noise = self.storages[j % 2].noise
+        for n in range(self.N):
+            generator = rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j)
+            noise[:, n] = draw(generator, noise.shape[::2])
+
+    def count(self, j: int, waiting: float) -> dict[str, float]:
+        """Account for interval j, which has just been completed; returns the beginning of its record.
+
+        Args:
+            j: the interval.
+            waiting: when the learner began to wait at the barrier, by ``time.perf_counter``.
+        """
+        now = time.perf_counter()
+        storage, progress = self.storages[j % 2], self.progress
+        ended = storage.episode_length.T > 0  # [N, T]: in (replica, step) order
+        steps = int(storage.valid.sum())
+        before, seconds_before = progress.steps, progress.seconds
+        progress.interval = j + 1
+        progress.steps += steps
+        progress.episodes += int(ended.sum())
+        progress.seconds = now - self.clock
+        progress.returns.extend(storage.episode_return.T[ended].tolist())
+        progress.scores.extend(storage.episode_score.T[ended].tolist() if self.spec.has_score else ())
+        self.stands = {name: getattr(self.control, name).copy() for name in STAND_FIELDS}
+        self.checkpoint_due = crossed(self.config.output.checkpoint_every, before, progress.steps)
+        self.evaluation_due = crossed(self.config.output.eval_every, before, progress.steps)
+        record = {
+            "interval": j,
+            "steps": progress.steps,
+            "frames": progress.steps * self.spec.frame_skip,
+            "seconds": progress.seconds,
+            "steps_per_second": steps / (progress.seconds - seconds_before),
+            "episodes": progress.episodes,
+            "episode_return_mean": mean(progress.returns),
+            "time/rollout": now - self.begun,
+            "time/wait": now - waiting,
+        }
+        if self.spec.has_score:
+            record["score_mean"] = mean(progress.scores)
+        return record
+
+    def consume(self, j: int, record: dict[str, float]) -> None:
+        """Learn from storage j, and do everything else that needs it."""
+        storage = self.storages[j % 2]
+        started = time.perf_counter()
+        metrics = self.learner.learn(storage, min(record["steps"] / self.config.total_steps, 1.0))
+        record["time/learn"] = time.perf_counter() - started
+        self.progress.trajectory = trajectory_digest(self.progress.trajectory, storage)
+        self.episode_logs.advance(storage)
+        self.reporter.interval(record | metrics)
+        if self.checkpoint_due:
+            self.save_checkpoint(storage)
+
+    def evaluate_if_due(self) -> None:
+        """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
+        if self.evaluator is None:
+            return
+        if self.evaluation_due:
+            self.evaluator.request(self.progress.steps, self.learner.named(self.learner.newest))
+        for evaluation in self.evaluator.results():
+            self.reporter.evaluation(evaluation)
+
+    def save_checkpoint(self, storage: Any) -> Path:
+        """Write the checkpoint for the start of the next interval; ``storage`` is the one before it, consumed."""
+        progress, learner = self.progress, self.learner
+        logs = self.episode_logs.snapshot(storage, self.stands)
+        tensors = {
+            **learner.tensors(),
+            **{f"episodes/{n}/actions": log.actions for n, log in enumerate(logs)},
+            **{f"episodes/{n}/last_obs": log.last_obs for n, log in enumerate(logs)},
+        }
+        state = {
+            "interval": progress.interval,
+            "version": learner.version,
+            "steps": progress.steps,
+            "episodes": progress.episodes,
+            "seconds": progress.seconds,
+            "trajectory": progress.trajectory.hex(),
+            "returns": list(progress.returns),
+            "scores": list(progress.scores),
+            "replicas": {name: array.tolist() for name, array in self.stands.items()},
+            "config": self.config.model_dump(mode="json"),
+            "versions": self.spec.versions | {"htsrl": version("htsrl")},
+            "fingerprint": determinism.fingerprint(
+                int(self.config.runtime.learner_threads), self.config.runtime.device
+            ),
+        }
+        checkpoint = Checkpoint(tensors, state)
+        return save_checkpoint(self.run_dir / "checkpoints", checkpoint, self.config.output.keep_checkpoints)
+
+    def finish(self, interrupted: bool) -> None:
+        """Write the last checkpoint and the result."""
+        progress = self.progress
+        path = self.save_checkpoint(self.storages[(progress.interval - 1) % 2])
+        if self.evaluator is not None:
+            for evaluation in self.evaluator.results(wait=True):
+                self.reporter.evaluation(evaluation)
+        progress.seconds = time.perf_counter() - self.clock
+        values = {
+            "steps": progress.steps,
+            "frames": progress.steps * self.spec.frame_skip,
+            "intervals": progress.interval,
+            "episodes": progress.episodes,
+            "seconds": progress.seconds,
+            "steps_per_second": progress.steps / progress.seconds,
+            "episode_return_mean": mean(progress.returns),
+            "parameters_sha256": parameters_digest(self.learner.named(self.learner.newest).items()),
+            "trajectory_sha256": progress.trajectory.hex(),
+            "reproducible": True,
+            "recovered": 0,
+        }
+        if self.spec.has_score:
+            values["score_mean"] = mean(progress.scores)
+        self.result = Result(self.run_dir, interrupted, values)
+        self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
+
+    def facts(self) -> dict[str, str]:
+        """What to show once at the start."""
+        runtime, layout = self.config.runtime, self.layout
+        return {
+            "environment": self.spec.env_id,
+            "algorithm": self.config.algo,
+            "schedule": runtime.schedule,
+            "replicas": f"{self.N} in {layout.num_executors} executors, {len(layout.groups)} groups",
+            "actors": str(layout.num_actors),
+            "device": runtime.device,
+            "learner threads": str(runtime.learner_threads),
+            "parameters": f"{len(self.learner.parameters):,}",
+            "shared memory": f"{total_bytes(self.arena.fields) / 2**20:.0f} MiB",
+            "run folder": str(self.run_dir),
+        }
+
+
+def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
+    """The episode logs of all replicas, as a checkpoint holds them."""
+    replicas, tensors = checkpoint.state["replicas"], checkpoint.group("episodes")
+    return [
+        EpisodeLog(
+            replicas["episode"][n], tensors[f"{n}/actions"], replicas["reset_pending"][n], tensors[f"{n}/last_obs"]
+        )
+        for n in range(N)
+    ]
+
+
+def crossed(every: int | None, before: int, after: int) -> bool:
+    """True if a multiple of ``every`` lies in (before, after]."""
+    return every is not None and after // every > before // every
+
+
+def mean(values: deque[float]) -> float:
+    """The mean, NaN where nothing has been seen."""
+    return float(np.mean(values)) if values else math.nan

@@ -1,0 +1,46 @@
+"""The learner: what turns a full storage into new parameters."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from htsrl.config import A2COptions, AnyConfig, PPOOptions
+from htsrl.errors import ConfigError
+from htsrl.learner.a2c import A2C
+from htsrl.learner.ppo import PPO
+from htsrl.learner.rollout import Rollout
+from htsrl.models import ActorCritic, FlatParameters
+
+__all__ = ["A2C", "PPO", "Algorithm", "Rollout", "make_algorithm"]
+
+
+class Algorithm(Protocol):
+    """An off-the-shelf update. It starts at the parameters that collected the rollout and knows nothing of delays."""
+
+    def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
+        """Change the parameters' vector in place; returns metrics."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that the next update needs beside the parameters, by name."""
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a ``state``, bit for bit."""
+
+
+def make_algorithm(config: AnyConfig, model: ActorCritic, parameters: FlatParameters) -> Algorithm:
+    """The algorithm of ``config``, which will update ``parameters`` of ``model``, on whatever device they are."""
+    options = config.algorithm
+    if isinstance(options, A2COptions):
+        return A2C(options, model, parameters)
+    if isinstance(options, PPOOptions):
+        rows = config.runtime.num_envs * config.runtime.sync_interval
+        if options.minibatches > rows:
+            raise ConfigError(
+                f"{options.minibatches} minibatches can't be made of the {rows} steps of an interval "
+                f"({config.runtime.num_envs} environments x {config.runtime.sync_interval} steps): use fewer"
+            )
+        return PPO(options, model, parameters)
+    raise ConfigError(f"no algorithm has options of type {type(options).__name__}")

@@ -1,0 +1,68 @@
+"""One gradient step's parts, on the one vector of all parameters: accumulate, record, clip, check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from htsrl.errors import RunFailed
+from htsrl.learner.minibatches import Batch, Rows, piece_rows
+from htsrl.models import ActorCritic, FlatParameters
+
+Loss = Callable[[torch.Tensor, torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
+
+
+def accumulate_gradient(
+    model: ActorCritic, parameters: FlatParameters, batch: Batch, rows: Rows, loss: Loss
+) -> torch.Tensor:
+    """Leave the gradient of ``loss`` over ``rows`` [M] in ``parameters.vector.grad``; returns the loss's terms [terms].
+
+    ``loss(params [M, P], value [M], rows)`` gives the scalar to descend and its terms for the records, all of them sums
+    over rows, so that the gradient may be added up over pieces of rows.
+    """
+    gradient(parameters).zero_()
+    terms: list[torch.Tensor] = []
+    for piece in rows.pieces(piece_rows(batch.obs)):
+        params, value = model(batch.obs.index_select(0, piece.index))
+        scalar, piece_terms = loss(params, value, piece)
+        scalar.backward()
+        terms.append(piece_terms)
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+def clip_gradient(parameters: FlatParameters, max_norm: float) -> torch.Tensor:
+    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2]."""
+    vector = gradient(parameters)
+    before = torch.linalg.vector_norm(vector)
+    vector.mul_((max_norm / (before + 1e-6)).clamp(max=1.0))
+    return torch.stack((before, torch.linalg.vector_norm(vector)))
+
+
+def gradient(parameters: FlatParameters) -> torch.Tensor:
+    """The gradient vector [P], of which every parameter's ``.grad`` is a view."""
+    vector = parameters.vector.grad
+    assert vector is not None, "the learner's FlatParameters are made with gradients"
+    return vector
+
+
+def require_finite(record: torch.Tensor, progress: float, epoch: int, minibatch: int) -> None:
+    """RunFailed where ``record`` (loss terms and gradient norms of one minibatch) holds NaN or infinity."""
+    if not math.isfinite(float(record.sum())):
+        raise RunFailed(
+            f"the loss or its gradient is not finite after {progress:.2%} of the run, in epoch {epoch}, minibatch "
+            f"{minibatch} of the update (loss {float(record[0]):g}, gradient norm {float(record[-2]):g}): try a lower "
+            "learning rate, and look for NaN or huge numbers in the environment's observations and rewards"
+        )
+
+
+def summary(records: torch.Tensor, terms: tuple[str, ...], learning_rate: float) -> dict[str, float]:
+    """Metrics of one update from its ``records`` [steps, terms + 2]: means over its gradient steps, read back once."""
+    metrics = {"learning_rate": learning_rate, "loss/gradient_steps": float(len(records))}
+    if len(records):
+        columns = records.cpu().numpy().T
+        metrics |= {f"loss/{name}": float(column.mean()) for name, column in zip(terms, columns, strict=False)}
+        metrics["loss/grad_norm"] = float(columns[-2].mean())
+        metrics["loss/grad_norm_clipped"] = float(columns[-1].max())
+    return metrics

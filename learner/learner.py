@@ -1,0 +1,114 @@
+"""The learner: turns a full storage into new parameters. It asserts the policy lag instead of trusting a comment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.learner import make_algorithm
+from htsrl.learner.delayed import delayed_update
+from htsrl.learner.rollout import Rollout
+from htsrl.models import build_model
+from htsrl.models.flat import FlatParameters
+from htsrl.rng import Stream, generator
+
+
+class Learner:
+    """Parameters, the algorithm, and the rule that joins its updates to the newest parameters.
+
+    ``version`` counts published parameters: θ_version is the newest. Under 'hts', interval j runs with θ_j while the
+    learner makes θ_{j+1} from D_{j-1}, which θ_{j-1} collected: a lag of 1. Under 'sync' the lag is 0.
+    """
+
+    def __init__(self, config: AnyConfig, spec: EnvSpec, device: torch.device) -> None:
+        self.device = device
+        self.seed = config.seed
+        self.lag = 1 if config.runtime.schedule == "hts" else 0
+        self.model = build_model(spec, config.network, config.seed).to(device)
+        self.parameters = FlatParameters(self.model)
+        self.algorithm = make_algorithm(config, self.model, self.parameters)
+        self.version = 0
+        self.newest = self.parameters.vector.clone()
+        """θ_version [P]"""
+        self.behaviour = self.newest.clone()
+        """θ_{version - lag} [P]: collected the storage that is learned from next."""
+
+    def warm_up(self) -> None:
+        """The first interval has nothing to learn from: θ_1 = θ_0."""
+        if self.lag:
+            self.behaviour = self.newest.clone()
+            self.version += 1
+
+    def learn(self, storage: Any, progress: float) -> dict[str, float]:
+        """Make θ_{version+1} from one full storage; returns the algorithm's metrics.
+
+        Args:
+            storage: views of the rollout fields, all T rows written.
+            progress: share of the step budget that was spent when the storage was full, in [0, 1].
+        """
+        behaviour_version = int(storage.behaviour_version[0])
+        policy_lag = self.version - behaviour_version
+        assert policy_lag == self.lag, f"policy lag is {policy_lag}, but this schedule's is {self.lag}"
+        metrics: dict[str, float] = {}
+
+        def update() -> None:
+            rollout = self._rollout(storage)
+            rng = generator(self.seed, Stream.MINIBATCH, behaviour_version)
+            metrics.update(self.algorithm.update(rollout, progress, rng))
+
+        if self.lag:
+            after = delayed_update(self.newest, self.behaviour, self.parameters.vector, update)
+            self.behaviour, self.newest = self.newest, after
+        else:
+            self.parameters.vector.copy_(self.newest)
+            update()
+            self.behaviour = self.newest = self.parameters.vector.clone()
+        self.version += 1
+        return metrics | {"policy_lag": policy_lag}
+
+    def named(self, vector: torch.Tensor) -> dict[str, np.ndarray]:
+        """The parameters of ``vector`` [P] by name. Overwrites the model's, which every update sets anew."""
+        self.parameters.vector.copy_(vector)
+        return dict(self.parameters.items())
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Everything that a checkpoint must hold of the learner, by name."""
+        return {
+            **{f"parameters/{name}": array for name, array in self.named(self.newest).items()},
+            **{f"behaviour/{name}": array for name, array in self.named(self.behaviour).items()},
+            **{f"algorithm/{name}": tensor.cpu().numpy() for name, tensor in self.algorithm.state().items()},
+        }
+
+    def restore(self, tensors: Callable[[str], dict[str, np.ndarray]], version: int) -> None:
+        """Continue from ``tensors("parameters")``, ``"behaviour"`` and ``"algorithm"`` of a checkpoint."""
+        self.parameters.load(tensors("behaviour"))
+        self.behaviour = self.parameters.vector.clone()
+        self.parameters.load(tensors("parameters"))
+        self.newest = self.parameters.vector.clone()
+        self.algorithm.load_state({name: torch.from_numpy(a) for name, a in tensors("algorithm").items()})
+        self.version = version
+
+    def _rollout(self, storage: Any) -> Rollout:
+        """The storage as tensors on this device; the last value row is made here, with the behaviour parameters."""
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+        obs = tensor(storage.obs)
+        with torch.inference_mode():
+            _, bootstrap = self.model(obs[-1])
+        return Rollout(
+            obs=obs,
+            action=tensor(storage.action),
+            log_prob=tensor(storage.log_prob),
+            value=torch.cat([tensor(storage.value), bootstrap[None]]),
+            reward=tensor(storage.reward),
+            terminated=tensor(storage.terminated).float(),
+            truncated=tensor(storage.truncated).float(),
+            valid=tensor(storage.valid).float(),
+        )

@@ -1,0 +1,90 @@
+"""Losses: pure torch functions over the M rows of a minibatch.
+
+Every mean is Σ weight[m] x[m] with ``weight`` [M]: 1/(number of real rows), and 0 for rows that only fill a minibatch
+up to its fixed size. So a minibatch may also be taken in pieces: losses and gradients of the pieces add up to its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from htsrl.learner.checks import check
+
+# exp(±20) is far outside every clip range and far inside float32.
+LOG_RATIO_LIMIT = 20.0
+
+
+def weighted_mean(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Σ weight x, for [M] each."""
+    return (x * weight).sum()
+
+
+def policy_gradient(log_prob: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """-mean of A log π(a|s): its negative gradient is the policy gradient (Mnih et al. 2016, section 4.2)."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, log_prob, advantage, weight)
+    return -weighted_mean(log_prob * advantage, weight)
+
+
+def log_ratio(log_prob: torch.Tensor, behaviour_log_prob: torch.Tensor) -> torch.Tensor:
+    """log of π(a|s) / π_behaviour(a|s) [M], kept where exp is finite."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, log_prob, behaviour_log_prob)
+    return (log_prob - behaviour_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor, clip_range: float
+) -> torch.Tensor:
+    """-mean of min(r A, clip(r, 1-ε, 1+ε) A) (Schulman et al. 2017, equation 7)."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, ratio, advantage, weight)
+    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    return -weighted_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
+
+
+def value_loss(
+    value: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    behaviour_value: torch.Tensor | None = None,
+    clip_value: float | None = None,
+) -> torch.Tensor:
+    """½ mean of (V - target)²; with ``clip_value`` ½ mean of the larger of that and the error of V clipped to
+    behaviour_value ± clip_value (Schulman et al.'s implementation)."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, value, target, weight)
+    error = (value - target).square()
+    if clip_value is not None:
+        check(sizes, "M", torch.float32, behaviour_value)
+        moved = (value - behaviour_value).clamp(-clip_value, clip_value)
+        error = torch.maximum(error, (behaviour_value + moved - target).square())
+    return 0.5 * weighted_mean(error, weight)
+
+
+def approximate_kl(log_ratio: torch.Tensor, ratio: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """mean of (r - 1) - log r: an unbiased, never negative estimate of KL(behaviour ‖ current) (Schulman 2020)."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, log_ratio, ratio, weight)
+    return weighted_mean(ratio - 1.0 - log_ratio, weight)
+
+
+def clip_fraction(ratio: torch.Tensor, weight: torch.Tensor, clip_range: float) -> torch.Tensor:
+    """Share of rows whose ratio lies outside 1 ± ε."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, ratio, weight)
+    return weighted_mean(((ratio - 1.0).abs() > clip_range).float(), weight)
+
+
+def whiten(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x`` [K, M] with weighted mean 0 and standard deviation 1 in each row; filler rows (weight 0) become 0.
+
+    A row without spread (one sample, or all equal but for rounding) comes out near 0 instead of as noise blown up.
+    """
+    sizes: dict[str, int] = {}
+    check(sizes, "K M", torch.float32, x, weight)
+    mean = (x * weight).sum(-1, keepdim=True)
+    centred = torch.where(weight > 0.0, x - mean, 0.0)
+    deviation = (centred.square() * weight).sum(-1, keepdim=True).sqrt()
+    # Below 1e-5 of the mean a spread is float32 rounding.
+    return centred / torch.maximum(deviation, 1e-5 * mean.abs() + 1e-8)

@@ -1,0 +1,75 @@
+"""Returns and advantages: pure numpy functions over [T, N], on the host, where a row of N is cheaper than a kernel launch.
+
+Row t: ``value[t]`` is of obs[t], which led to ``reward[t]`` and obs[t+1]; ``value[T]`` bootstraps. How an episode ended
+arrives as three factors and never as "done" (``end_factors`` makes them):
+
+- ``discount[t]`` = γ(1 - terminated[t]): what obs[t+1] is worth now; nothing after a terminal state.
+- ``trace[t]`` is 0 where the episode ended in row t, in whatever way: no later row reaches back over it. After a
+  truncation row t+1 holds the episode's last observation, so ``value[t+1]`` is the right bootstrap.
+- ``valid[t]`` is 0 where row t is no transition. Such rows get advantage 0, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from htsrl.learner.checks import check
+
+f32 = np.dtype(np.float32)
+
+
+def end_factors(gamma: float, terminated: np.ndarray, truncated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(discount, trace)`` [T, N] from the end flags [T, N] in {0, 1}. With both flags set, terminated decides."""
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, terminated, truncated)
+    alive = 1.0 - terminated
+    return np.float32(gamma) * alive, alive * (1.0 - truncated)
+
+
+def reverse_scan(x: np.ndarray, decay: np.ndarray) -> np.ndarray:
+    """y[t] = x[t] + decay[t] y[t+1] with y[T] = 0, written over ``x``: the one recursion behind every return.
+
+    With x the temporal-difference errors it gives GAE and V-trace; with x the rewards, discounted returns.
+    """
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, x, decay)
+    carried = np.empty_like(x[0])
+    for t in range(len(x) - 2, -1, -1):
+        np.multiply(decay[t], x[t + 1], out=carried)
+        x[t] += carried
+    return x
+
+
+def gae(
+    reward: np.ndarray,
+    discount: np.ndarray,
+    trace: np.ndarray,
+    valid: np.ndarray,
+    value: np.ndarray,
+    gae_lambda: float,
+) -> np.ndarray:
+    """Generalised advantage estimates [T, N] (Schulman et al. 2016, equation 16) for ``value`` [T+1, N], all else [T, N].
+
+        δ_t = r_t + γ_t V_{t+1} - V_t,    A_t = Σ_l (Π_{k<l} γ_{t+k} λ trace_{t+k}) δ_{t+l}
+
+    λ = 0 is one-step temporal difference; λ = 1 the discounted return, bootstrapped at T, less V_t. A_t + V_t is the
+    λ-return, the value function's target.
+    """
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, reward, discount, trace, valid)
+    check(sizes, "T+1 N", f32, value)
+    delta = reward + discount * value[1:] - value[:-1]
+    # Assigned, not multiplied: what an invalid row holds may be anything, NaN included.
+    delta[valid == 0.0] = 0.0
+    return reverse_scan(delta, discount * trace * np.float32(gae_lambda))
+
+
+def explained_variance(target: np.ndarray, value: np.ndarray, valid: np.ndarray) -> float:
+    """1 - Var[target - value] / Var[target] over valid rows: 1 is perfect, 0 as good as the mean; 0 for a constant target."""
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, target, value, valid)
+    rows = valid != 0.0
+    variance = float(np.var(target[rows], dtype=np.float64)) if rows.any() else 0.0
+    if variance < 1e-12:
+        return 0.0
+    return 1.0 - float(np.var((target - value)[rows], dtype=np.float64)) / variance

@@ -1,0 +1,84 @@
+"""The storage table: every array that processes share, with its shape, dtype, one writer and its readers.
+
+Allocation, the views of every process and the tests come from this table; nothing is shared outside it. Each byte has a
+single writer at any time, so no lock exists: executors own their columns, actors the answers to their groups, the run
+everything else while all others wait at the barrier.
+
+Row t of a rollout: ``obs[t]`` led to ``action[t]`` led to ``reward[t]``, the end flags ``[t]`` and ``obs[t+1]``. On
+termination ``obs[t+1]`` is the next episode's first observation. On truncation ``obs[t+1]`` is the episode's last
+observation and row t+1 is not a transition: its action is ignored, the environment resets, ``obs[t+2]`` is the next
+episode's first observation. There is no cursor: t and the column are the only index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from htsrl.envs.spec import EnvSpec
+
+Role = Literal["run", "executor", "actor", "learner"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One shared array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    writer: Role
+    readers: tuple[Role, ...]
+
+
+def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int) -> list[Field]:
+    """The fields of one rollout storage; there are two of these."""
+
+    def field(name: str, shape: tuple[int, ...], dtype: type | np.dtype, writer: Role, *readers: Role) -> Field:
+        return Field(name, shape, np.dtype(dtype), writer, readers)
+
+    return [
+        field("obs", (T + 1, N, *spec.observation_shape), spec.observation_dtype, "executor", "actor", "learner"),
+        field("noise", (T, N, noise_size), np.float32, "run", "actor"),
+        field("action", (T, N, *spec.action.stored_shape), spec.action.stored_dtype, "actor", "executor", "learner"),
+        field("log_prob", (T, N), np.float32, "actor", "learner"),
+        field("value", (T, N), np.float32, "actor", "learner"),
+        field("reward", (T, N), np.float32, "executor", "learner"),
+        field("terminated", (T, N), np.bool_, "executor", "learner"),
+        field("truncated", (T, N), np.bool_, "executor", "learner"),
+        field("valid", (T, N), np.bool_, "executor", "learner"),
+        # An episode's statistics stand at its last row; length 0 everywhere else. Raw rewards, full games.
+        field("episode_return", (T, N), np.float64, "executor", "run"),
+        field("episode_length", (T, N), np.int32, "executor", "run"),
+        field("episode_score", (T, N), np.float32, "executor", "run"),
+        field("behaviour_version", (1,), np.int64, "run", "learner"),
+    ]
+
+
+def control_fields(N: int, groups: int, executors: int, parameters: int) -> list[Field]:
+    """The fields that exist once: counters, published parameters, where every replica stands."""
+
+    def field(name: str, shape: tuple[int, ...], dtype: type, writer: Role, *readers: Role) -> Field:
+        return Field(name, shape, np.dtype(dtype), writer, readers)
+
+    return [
+        # The interval that runs; it grows only while everybody waits.
+        field("interval", (1,), np.int64, "run", "executor", "actor"),
+        # The behaviour parameters and their version; published while everybody waits.
+        field("parameters", (parameters,), np.float32, "run", "actor"),
+        field("version", (1,), np.int64, "run", "actor"),
+        # Rows of each group over the whole run. Outstanding: posted = answered + 1. Counters only grow, and messages
+        # are mere hints to look at them, so a doubled or lost message changes nothing.
+        field("posted", (groups,), np.int64, "executor", "actor", "run"),
+        field("answered", (groups,), np.int64, "actor", "executor", "run"),
+        # Intervals each executor has completed.
+        field("finished", (executors,), np.int64, "executor", "run"),
+        # Where each replica stands at the end of an interval: seed number, steps and return of its current episode,
+        # and whether the next row is a reset instead of a transition.
+        field("episode", (N,), np.int64, "executor", "run"),
+        field("episode_steps", (N,), np.int64, "executor", "run"),
+        field("episode_reward", (N,), np.float64, "executor", "run"),
+        field("reset_pending", (N,), np.bool_, "executor", "run"),
+    ]

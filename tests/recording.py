@@ -1,0 +1,82 @@
+"""Runs whose every interval is kept: for tests that look at what stood in the storages."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from htsrl import determinism, envs
+from htsrl.report import Reporter
+from htsrl.resolve import resolve
+from htsrl.run import Result, Run
+from htsrl.rundir import create_run_dir
+from htsrl.settings import configure
+
+FIELDS = (
+    "obs", "noise", "action", "log_prob", "value", "reward", "terminated", "truncated", "valid",
+    "episode_return", "episode_length", "behaviour_version",
+)  # fmt: skip
+
+
+@dataclass
+class Recording:
+    """Copies of every interval's storage, of its behaviour parameters and metrics, and the run's result."""
+
+    intervals: list[dict[str, np.ndarray]]
+    parameters: list[np.ndarray]
+    metrics: list[dict[str, float]]
+    result: Result
+
+    def stacked(self, name: str) -> np.ndarray:
+        """One field over the whole run: [intervals * T, N, ...]; obs without each interval's last row."""
+        T = len(self.intervals[0]["reward"])
+        return np.concatenate([interval[name][:T] for interval in self.intervals])
+
+
+class RecordingRun(Run):
+    """A run that copies every storage before the learner consumes it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.intervals: list[dict[str, np.ndarray]] = []
+        self.behaviours: list[np.ndarray] = []
+        super().__init__(*args)
+
+    def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
+        self.behaviours.append(behaviour.cpu().numpy().copy())
+        super().begin(j, behaviour, version)
+
+    def consume(self, j: int, record: dict[str, float]) -> None:
+        storage = self.storages[j % 2]
+        self.intervals.append({name: getattr(storage, name).copy() for name in FIELDS})
+        super().consume(j, record)
+
+
+class Metrics(Reporter):
+    """A reporter that also keeps the records."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.records: list[dict[str, float]] = []
+
+    def interval(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        super().interval(record)
+
+
+def record(run_dir: Path, env: str, algo: str = "ppo", **settings: Any) -> Recording:
+    """Train with ``settings`` (the flat names of the command line) and keep everything."""
+    settings = {"progress": "none", "tensorboard": False} | settings
+    config = configure(env=env, algo=algo, run_dir=run_dir, **settings)
+    spec = envs.describe(config.env, config.environment)
+    config = resolve(config, spec)
+    create_run_dir(config)
+    determinism.enable(threads=int(config.runtime.learner_threads))
+    with closing(Metrics(config, spec, run_dir)) as reporter, RecordingRun(config, spec, run_dir, reporter) as run:
+        run.train(threading.Event())
+        return Recording(run.intervals, run.behaviours, reporter.records, run.result)
