@@ -27,14 +27,13 @@ def run_actor(ports: ActorPorts) -> None:
         parameters = FlatParameters(model, gradients=False)
         layout, T = ports.layout, ports.sync_interval
         own_groups = np.flatnonzero(layout.actor_of == ports.index)
-        rows = sum(len(layout.groups[g]) for g in own_groups)
-        batch = InferenceBatch(model, ports.spec, rows, device)
-        batch.keep(invariant_buckets(model, ports.spec, batch.buckets, device))
+        buckets = invariant_buckets(model, ports.spec, layout.num_envs, device)
+        batch = InferenceBatch(model, ports.spec, buckets, device)
         control = ports.arena.views("control")
         storages = [flat_rows(ports.arena.views(name)) for name in ("even", "odd")]
         columns_of = [np.array(group) for group in layout.groups]
         version = -1
-        send_ready(ports.lines, buckets=batch.buckets)
+        send_ready(ports.lines, buckets=buckets)
 
         while True:
             # Take the observations that wait (all of them, if the schedule is lock-step)

@@ -1,8 +1,9 @@
 """Batched inference whose answers do not depend on the batch: padded buckets, probed for bitwise invariance.
 
-A kernel may compute a row differently at another batch size. So the actor only ever runs a few padded sizes, and a
-probe at start keeps those whose rows agree bit for bit with the largest, wherever the row stands and whoever is beside
-it. Which rows happen to wait together then changes nothing.
+A kernel may compute a row differently at another batch size, and at small sizes even in another place of the batch. So
+the actor only ever runs a few padded sizes: a probe at start looks for one that holds all replicas and gives a row the
+same bits wherever it stands and whoever is beside it, and keeps the smaller ones that agree with it bit for bit. Which
+rows happen to wait together then changes nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ import torch
 from htsrl.envs.spec import EnvSpec
 from htsrl.models import ActorCritic
 from htsrl.rng import Stream, generator
-
-# Below four rows, matrix kernels take other paths on most CPUs; the probe would only throw those sizes away.
-_SMALLEST = 4
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -35,11 +32,11 @@ class Answer:
 class InferenceBatch:
     """Preallocated, padded input of the policy: pinned on the host where the device is a GPU."""
 
-    def __init__(self, model: ActorCritic, spec: EnvSpec, rows: int, device: torch.device) -> None:
+    def __init__(self, model: ActorCritic, spec: EnvSpec, buckets: list[int], device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.buckets = bucket_sizes(rows)
-        largest = self.buckets[-1]
+        self.buckets = buckets
+        largest = buckets[-1]
         pinned = device.type == "cuda"
         dtype = torch.from_numpy(np.empty(0, spec.observation_dtype)).dtype
         self._obs = torch.zeros((largest, *spec.observation_shape), dtype=dtype, pin_memory=pinned)
@@ -48,15 +45,6 @@ class InferenceBatch:
         """[largest bucket, *obs]: fill the first rows, then call :meth:`answer`."""
         self.noise = self._noise.numpy()
         """[largest bucket, K]"""
-
-    @property
-    def largest(self) -> int:
-        """The most rows that one call can answer."""
-        return self.buckets[-1]
-
-    def keep(self, buckets: list[int]) -> None:
-        """Use these bucket sizes only."""
-        self.buckets = buckets
 
     @torch.inference_mode()
     def answer(self, rows: int, mode: bool = False) -> Answer:
@@ -71,43 +59,55 @@ class InferenceBatch:
         return Answer(*(x[:rows].cpu().numpy() for x in (action, log_prob, value)))
 
 
-def bucket_sizes(rows: int) -> list[int]:
-    """Candidate batch sizes up to the first that holds ``rows``: multiples of 4 to 16, then half-octaves."""
-    sizes = [4, 8, 12, 16]
-    while sizes[-1] < rows:
-        sizes.append(sizes[-2] * 2 if len(sizes) > 4 else 24)
-    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < rows]
+def bucket_sizes(largest: int) -> list[int]:
+    """Candidate batch sizes up to the first that is at least ``largest``: 4, 8, 12, 16, then half-octaves."""
+    sizes = [4, 8, 12, 16, 24]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-2] * 2)
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < largest]
 
 
 @torch.inference_mode()
-def invariant_buckets(model: ActorCritic, spec: EnvSpec, buckets: list[int], device: torch.device) -> list[int]:
-    """The buckets whose rows agree bit for bit with the largest, in every place and company that is tried.
+def invariant_buckets(model: ActorCritic, spec: EnvSpec, rows: int, device: torch.device) -> list[int]:
+    """Batch sizes among which a row's bits depend on nothing but the row; the last holds ``rows`` rows.
 
-    The rows look like real ones: images of random bytes, vectors of a few scales. Costs a few forward passes.
+    The result depends on the network and the machine, not on who asks: every actor of a run uses the same sizes. Rows
+    look like real ones: images of random bytes, vectors of several magnitudes. Costs a few dozen forward passes.
+
+    Raises:
+        RuntimeError: even batches several times larger than ``rows`` treat their rows differently.
     """
-    largest = buckets[-1]
-    rows = torch.from_numpy(probe_rows(spec, largest)).to(device)
-    reference = _outputs(model, rows)
-    kept = [size for size in buckets[:-1] if _agrees(model, rows, reference, size)]
-    return [*kept, largest]
+    candidates = bucket_sizes(max(8 * rows, 64))
+    for largest in (size for size in candidates if size >= rows):
+        probe = torch.from_numpy(probe_rows(spec, 2 * largest)).to(device)
+        reference = torch.cat([_outputs(model, half) for half in probe.split(largest)])
+        if _agrees(model, probe, reference, largest):
+            # Smaller sizes show what they do within a few batches
+            smaller = [size for size in candidates if size < largest]
+            few = {size: max(64, 4 * size) for size in smaller}
+            return [s for s in smaller if _agrees(model, probe[: few[s]], reference[: few[s]], s)] + [largest]
+    raise RuntimeError(
+        f"no batch of {rows} to {candidates[-1]} rows computes each row by itself on this device ({device}), so a run "
+        "could not be reproduced; try --device cpu, or another --network"
+    )
 
 
 def _agrees(model: ActorCritic, rows: torch.Tensor, reference: torch.Tensor, size: int) -> bool:
-    """True if all rows, taken ``size`` at a time in three orders, give ``reference``'s bits."""
-    count = len(rows)
-    orders = [torch.arange(count), torch.arange(count).flip(0), torch.arange(count).roll(size // 2 + 1)]
+    """True if all rows, taken ``size`` at a time in several orders, give ``reference``'s bits."""
+    straight = torch.arange(len(rows), device=rows.device)
+    orders = [straight, straight.flip(0), *(straight.roll(shift) for shift in (1, 2, 3, size // 2 + 1))]
     for order in orders:
-        for start in range(0, count - size + 1, size):
-            chosen = order[start : start + size].to(rows.device)
-            if not torch.equal(_bits(_outputs(model, rows[chosen])), _bits(reference[chosen])):
+        for chosen in order.split(size):
+            if len(chosen) == size and not torch.equal(_bits(_outputs(model, rows[chosen])), _bits(reference[chosen])):
                 return False
     return True
 
 
 def _outputs(model: ActorCritic, rows: torch.Tensor) -> torch.Tensor:
-    """[B, P + 1]: distribution parameters and value."""
+    """[B, P + 2]: distribution parameters, value, and the log-probability of the most likely action."""
     parameters, value = model(rows)
-    return torch.cat([parameters, value[:, None]], dim=1)
+    log_prob = model.head.log_prob(parameters, model.head.mode(parameters))
+    return torch.cat([parameters, value[:, None], log_prob[:, None]], dim=1)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

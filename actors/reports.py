@@ -25,9 +25,7 @@ class EnvironmentFault(Exception):
 @contextmanager
 def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
     """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
-    # The terminal's Ctrl-C reaches the whole process group; the run decides when children end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server leaves Python's own handler to its children
     threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
     try:
         yield

@@ -182,7 +182,7 @@ class A2COptions(AlgorithmOptions):
     """Whiten advantages within the batch."""
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
     """'rmsprop' is the paper's."""
-    rmsprop_decay: Fraction = 0.99
+    rmsprop_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.99
     """RMSprop's smoothing of squared gradients."""
     optimizer_eps: PositiveFloat = 1e-5
     """ε of the optimizer."""
@@ -194,17 +194,27 @@ ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COp
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
+NETWORKS = ("auto", "mlp", "nature", "football", "impala")
+
+
 class NetworkOptions(Section):
     """The policy and value network."""
 
-    network: Literal["auto", "mlp", "nature", "football", "impala"] = "auto"
-    """'auto': MLP for vectors, the paper's CNN for football, the Nature CNN for other images."""
+    network: str = "auto"
+    """auto, mlp, nature, football, impala, or your own module:function. auto: MLP for vectors, else the paper's CNN."""
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
     """Hidden layers of the MLP (policy and value have one each)."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Activation of the MLP."""
     initial_log_std: float = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
+
+    @field_validator("network")
+    @classmethod
+    def _known_network(cls, value: str) -> str:
+        if value not in NETWORKS and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise refused(f"`network` must be one of {', '.join(NETWORKS)} or module:function, got {value}")
+        return value
 
 
 class RuntimeOptions(Section):

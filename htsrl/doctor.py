@@ -168,7 +168,8 @@ def command_for(extra: str, lacking: list[str]) -> str:
 def _set_up(folder: Path) -> list[str]:
     """The extras that a finished set-up of this checkout has installed ('' is the core): it won't do so again."""
     try:
-        return ["", *json_module.loads((folder / ".venv" / "htsrl-setup.json").read_text())["extras"]]
+        stamp = json_module.loads((folder / ".venv" / "htsrl-setup.json").read_text())
+        return [] if stamp["fingerprint"] == "unfinished" else ["", *stamp["extras"]]
     except (OSError, ValueError, KeyError):
         return []
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from htsrl import determinism, envs, processes, rng
 from htsrl.actors.executor import action_converter
-from htsrl.actors.inference import InferenceBatch
+from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
 from htsrl.actors.reports import reported
@@ -57,8 +57,7 @@ def evaluate(
     to_env = action_converter(spec.action)
     limit = spec.max_episode_steps or math.inf
     device = next(model.parameters()).device
-    batch = InferenceBatch(model, spec, SLOTS, device)
-    batch.keep([batch.largest])
+    batch = InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
     waiting = list(range(episodes))[::-1]
 
     def begin(env: Any) -> Slot | None:

@@ -71,19 +71,17 @@ def show_help(config: AnyConfig, description: str) -> None:
     import tyro
     from pydantic import Field, create_model
 
-    kind = type(config)
-    with_file = create_model(
-        "htsrl train",
-        __base__=kind,
-        config=(Path | None, Field(None, description="TOML file with settings; flags override it.")),
-    )
-    default = with_file(**dict(config))
+    # A model without type parameters, and with the one flag that is no setting, put where it is seen.
+    fields: dict[str, Any] = {
+        name: (field.annotation, Field(getattr(config, name), description=field.description))
+        for name, field in type(config).model_fields.items()
+    }
+    fields["config"] = (Path | None, Field(None, description="TOML file with settings; flags override it."))
     with contextlib.suppress(SystemExit):
         tyro.cli(
-            with_file,
+            create_model("Settings", **fields),
             prog="htsrl train",
             description=description,
-            default=default,
             args=["--help"],
             config=(tyro.conf.OmitArgPrefixes,),
         )

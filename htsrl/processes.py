@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["htsrl.actors.executor"])
+_CONTEXT.set_forkserver_preload(["htsrl.nursery"])
 
 
 def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.logfiles import JsonLines, TensorBoard
-from htsrl.rundir import EVALUATIONS, METRICS, plain, update_result
-from htsrl.terminal import Board, QuietView, View, evaluation_line, header_lines, last_lines, make_view
+from htsrl.rundir import EVALUATIONS, METRICS, RESULT, plain, update_result
+from htsrl.terminal import Board, QuietView, View, evaluation_line, facts_line, greeting, last_lines, make_view
 
 EVENTS = "TensorBoard events"
 
@@ -32,19 +31,12 @@ class Reporter:
             self._files[EVENTS] = TensorBoard(run_dir)
         self._board = Board(config, spec.has_score, spec.frame_skip)
         self._view: View = make_view(config.output.progress, self._board)
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self._show(lambda: self._view.greet(greeting(config, run_dir)))
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Show once what the run is: parameters, executors, actors, device, threads."""
-        header = header_lines(self._config, self._run_dir, facts)
-        self._show(lambda: self._view.start(header))
+        line = facts_line(self._config, facts)
+        self._show(lambda: self._view.start(line))
 
     def interval(self, record: Mapping[str, float | int | None]) -> None:
         """Record an interval: a line of ``metrics.jsonl``, TensorBoard scalars at ``record['steps']``, the view."""
@@ -70,7 +62,10 @@ class Reporter:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write ``result.json`` and say how the run ended, where the checkpoint is and how to evaluate it."""
-        update_result(self._run_dir, dict(result))
+        try:
+            update_result(self._run_dir, dict(result))
+        except OSError as error:
+            self.note(f"no {RESULT} in {self._run_dir}: {_reason(error)}")
         lines = last_lines(plain(dict(result)), self._config, self._run_dir)
         self._show(lambda: self._view.finish(lines))
 
@@ -89,10 +84,14 @@ class Reporter:
             file.append(record)
         except OSError as error:
             del self._files[name]
-            self.note(f"no more {name} in {self._run_dir}, the run goes on: {(error.strerror or str(error)).lower()}")
+            self.note(f"no more {name} in {self._run_dir}, the run goes on: {_reason(error)}")
 
     def _show(self, show: Callable[[], None]) -> None:
         try:
             show()
         except OSError:  # nobody reads any more: a closed pipe, a terminal that is gone
             self._view = QuietView()
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

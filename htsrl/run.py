@@ -136,9 +136,9 @@ class Run:
         self.begin(j, self.learner.behaviour, self.learner.version - self.learner.lag)
         while True:
             # Learn from the storage before, while this one fills
-            self.write_noise(j + 1)
             if full is not None:
                 self.consume(j - 1, full)
+            self.write_noise(j + 1)
 
             # Meet at the barrier
             waiting = time.perf_counter()

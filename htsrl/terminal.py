@@ -36,7 +36,7 @@ PHASES = ("rollout", "learn", "wait")
 """Where time goes: the records' ``time/*``."""
 LABELS = {"loss/policy": "policy loss", "loss/value": "value loss", "loss/grad_norm": "gradient norm"}
 """Words of the table where the key's own don't do."""
-HIDDEN = {"loss/gradient_steps", "loss/grad_norm_clipped"}
+HIDDEN = {"loss/total", "loss/gradient_steps", "loss/grad_norm_clipped"}
 """Keys that only the files have."""
 
 
@@ -87,7 +87,8 @@ class Board:
 class View(Protocol):
     """Where a run's numbers are shown."""
 
-    def start(self, header: Sequence[str]) -> None: ...
+    def greet(self, lines: Sequence[str]) -> None: ...
+    def start(self, facts: str) -> None: ...
     def interval(self) -> None: ...
     def evaluation(self, line: str) -> None: ...
     def note(self, message: str) -> None: ...
@@ -108,7 +109,10 @@ def make_view(progress: str, board: Board) -> View:
 class QuietView:
     """Only warnings and the end."""
 
-    def start(self, header: Sequence[str]) -> None:
+    def greet(self, lines: Sequence[str]) -> None:
+        """Say nothing."""
+
+    def start(self, facts: str) -> None:
         """Say nothing."""
 
     def interval(self) -> None:
@@ -137,9 +141,13 @@ class PlainView:
         self._next = 0.0
         self._shown: Mapping[str, Any] | None = None
 
-    def start(self, header: Sequence[str]) -> None:
-        """Print what the run is."""
-        print(*header, sep="\n", flush=True)
+    def greet(self, lines: Sequence[str]) -> None:
+        """Print what the run is, before its processes start."""
+        print(*lines, sep="\n", flush=True)
+
+    def start(self, facts: str) -> None:
+        """Print what it runs on."""
+        print(facts, flush=True)
 
     def interval(self) -> None:
         """Print a line when it is time to."""
@@ -181,10 +189,14 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, get_renderable=self._render)
         self._ticker = threading.Thread(target=self._tick, name="htsrl-terminal", daemon=True)
 
-    def start(self, header: Sequence[str]) -> None:
-        """Print what the run is, and open the table below."""
-        for line in header:
-            self._console.print(line, markup=False, soft_wrap=line is header[-1])
+    def greet(self, lines: Sequence[str]) -> None:
+        """Print what the run is, before its processes start."""
+        for line in lines:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def start(self, facts: str) -> None:
+        """Print what it runs on, and open the table below."""
+        self._console.print(facts, markup=False)
         self._updated = time.monotonic()
         self._live.start(refresh=True)
         self._ticker.start()
@@ -239,17 +251,21 @@ class LiveView:
 # ------------------------------------------------------------------------------------------------------------- lines
 
 
-def header_lines(config: AnyConfig, run_dir: Path, facts: Mapping[str, str]) -> list[str]:
-    """What a run is, before it begins."""
-    runtime = config.runtime
-    layout = (
-        f"{runtime.num_envs} environments x {runtime.sync_interval} steps per interval, {runtime.schedule} schedule"
-    )
+def greeting(config: AnyConfig, run_dir: Path) -> list[str]:
+    """What a run is."""
     return [
         f"htsrl {htsrl.__version__}: {config.algo} on {config.env}, {config.total_steps:,} steps, seed {config.seed}",
-        ", ".join((layout, *(f"{name} {value}" for name, value in facts.items()))),
         f"run folder: {run_dir}",
     ]
+
+
+def facts_line(config: AnyConfig, facts: Mapping[str, str]) -> str:
+    """What it runs on."""
+    runtime = config.runtime
+    layout = (
+        f"{runtime.num_envs} environments x {runtime.sync_interval} steps per interval, schedule {runtime.schedule}"
+    )
+    return ", ".join((layout, *(f"{name} {value}" for name, value in facts.items())))
 
 
 def plain_line(board: Board) -> str:
@@ -405,7 +421,7 @@ def _bar(board: Board, width: int, ascii_only: bool) -> list[Line]:
     full = int(board.fraction * room)
     done, left = ("=", "-") if ascii_only else ("━", "━")
     bar: Line = [(done * full, "green"), (left * (room - full), "bright_black")]
-    return [[*bar, (f"  {words}", "")]] if beside else [bar, [(words, "")]]
+    return [[*bar, (f"  {words}", "")]] if beside else [bar, [(words[:width], "")]]
 
 
 # ------------------------------------------------------------------------------------------------------------- words

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from htsrl.config import A2COptions, AnyConfig, PPOOptions
-from htsrl.errors import ConfigError
 from htsrl.learner.a2c import A2C
 from htsrl.learner.ppo import PPO
 from htsrl.learner.rollout import Rollout
@@ -36,11 +35,5 @@ def make_algorithm(config: AnyConfig, model: ActorCritic, parameters: FlatParame
     if isinstance(options, A2COptions):
         return A2C(options, model, parameters)
     if isinstance(options, PPOOptions):
-        rows = config.runtime.num_envs * config.runtime.sync_interval
-        if options.minibatches > rows:
-            raise ConfigError(
-                f"{options.minibatches} minibatches can't be made of the {rows} steps of an interval "
-                f"({config.runtime.num_envs} environments x {config.runtime.sync_interval} steps): use fewer"
-            )
         return PPO(options, model, parameters)
-    raise ConfigError(f"no algorithm has options of type {type(options).__name__}")
+    raise TypeError(f"no algorithm takes {type(options).__name__}")

@@ -69,7 +69,7 @@ class A2C:
         options = self.options
         log_prob, entropy = self.model.head.log_prob_entropy(params, rows.action)
         policy = losses.policy_gradient(log_prob, rows.advantage, rows.weight)
-        error = losses.value_loss(value, rows.value_target, rows.weight)
+        error = losses.value_loss(value, rows.value_target, rows.value, rows.weight)
         mean_entropy = losses.weighted_mean(entropy, rows.weight)
         total = policy + options.value_coef * error - options.entropy_coef * mean_entropy
         return total, torch.stack((total, policy, error, mean_entropy)).detach()

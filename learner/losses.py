@@ -23,7 +23,8 @@ def policy_gradient(log_prob: torch.Tensor, advantage: torch.Tensor, weight: tor
     """-mean of A log π(a|s): its negative gradient is the policy gradient (Mnih et al. 2016, section 4.2)."""
     sizes: dict[str, int] = {}
     check(sizes, "M", torch.float32, log_prob, advantage, weight)
-    return -weighted_mean(log_prob * advantage, weight)
+    # Factors without a gradient are multiplied first, here and below: one operation less to differentiate.
+    return (log_prob * (-advantage * weight)).sum()
 
 
 def log_ratio(log_prob: torch.Tensor, behaviour_log_prob: torch.Tensor) -> torch.Tensor:
@@ -39,27 +40,30 @@ def clipped_surrogate(
     """-mean of min(r A, clip(r, 1-ε, 1+ε) A) (Schulman et al. 2017, equation 7)."""
     sizes: dict[str, int] = {}
     check(sizes, "M", torch.float32, ratio, advantage, weight)
+    cost = -advantage * weight
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
-    return -weighted_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
+    return torch.maximum(ratio * cost, clipped * cost).sum()
 
 
 def value_loss(
     value: torch.Tensor,
     target: torch.Tensor,
+    behaviour_value: torch.Tensor,
     weight: torch.Tensor,
-    behaviour_value: torch.Tensor | None = None,
     clip_value: float | None = None,
 ) -> torch.Tensor:
-    """½ mean of (V - target)²; with ``clip_value`` ½ mean of the larger of that and the error of V clipped to
-    behaviour_value ± clip_value (Schulman et al.'s implementation)."""
+    """½ mean of (V - target)².
+
+    With ``clip_value``, ½ mean of the larger of that and the error of V kept within behaviour_value ± clip_value, as in
+    the code published with PPO.
+    """
     sizes: dict[str, int] = {}
-    check(sizes, "M", torch.float32, value, target, weight)
+    check(sizes, "M", torch.float32, value, target, behaviour_value, weight)
     error = (value - target).square()
     if clip_value is not None:
-        check(sizes, "M", torch.float32, behaviour_value)
         moved = (value - behaviour_value).clamp(-clip_value, clip_value)
         error = torch.maximum(error, (behaviour_value + moved - target).square())
-    return 0.5 * weighted_mean(error, weight)
+    return (error * (0.5 * weight)).sum()
 
 
 def approximate_kl(log_ratio: torch.Tensor, ratio: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ PIECE_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
 
 @dataclass(frozen=True)
 class Rows:
-    """What a gradient step knows of its rows beside their observations; all [K, M, ...], or [M, ...] for one minibatch."""
+    """What a gradient step knows of its rows beside their observations: K minibatches [K, M, ...], or one [M, ...]."""
 
     index: torch.Tensor
     """int64: row of the batch, t * N + n."""
@@ -40,6 +40,8 @@ class Rows:
     def pieces(self, size: int) -> Iterator[Rows]:
         """A minibatch in equal pieces of at most ``size`` rows (the last may be smaller)."""
         count = -(-len(self.index) // size)
+        if count == 1:
+            return iter((self,))
         even = -(-len(self.index) // count)
         return (Rows(*columns) for columns in zip(*(column.split(even) for column in self._columns()), strict=True))
 

@@ -79,7 +79,7 @@ class PPO:
         log_ratio = losses.log_ratio(log_prob, rows.log_prob)
         ratio = log_ratio.exp()
         policy = losses.clipped_surrogate(ratio, rows.advantage, rows.weight, options.clip_range)
-        error = losses.value_loss(value, rows.value_target, rows.weight, rows.value, options.clip_value)
+        error = losses.value_loss(value, rows.value_target, rows.value, rows.weight, options.clip_value)
         mean_entropy = losses.weighted_mean(entropy, rows.weight)
         total = policy + options.value_coef * error - options.entropy_coef * mean_entropy
         with torch.no_grad():

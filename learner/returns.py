@@ -1,4 +1,4 @@
-"""Returns and advantages: pure numpy functions over [T, N], on the host, where a row of N is cheaper than a kernel launch.
+"""Returns and advantages: pure numpy functions over [T, N], on the host, where a row costs less than a kernel's start.
 
 Row t: ``value[t]`` is of obs[t], which led to ``reward[t]`` and obs[t+1]; ``value[T]`` bootstraps. How an episode ended
 arrives as three factors and never as "done" (``end_factors`` makes them):
@@ -48,7 +48,7 @@ def gae(
     value: np.ndarray,
     gae_lambda: float,
 ) -> np.ndarray:
-    """Generalised advantage estimates [T, N] (Schulman et al. 2016, equation 16) for ``value`` [T+1, N], all else [T, N].
+    """Generalised advantage estimates [T, N] (Schulman et al. 2016, equation 16) with value [T+1, N], others [T, N].
 
         δ_t = r_t + γ_t V_{t+1} - V_t,    A_t = Σ_l (Π_{k<l} γ_{t+k} λ trace_{t+k}) δ_{t+l}
 
@@ -59,13 +59,18 @@ def gae(
     check(sizes, "T N", f32, reward, discount, trace, valid)
     check(sizes, "T+1 N", f32, value)
     delta = reward + discount * value[1:] - value[:-1]
+    decay = discount * trace * np.float32(gae_lambda)
     # Assigned, not multiplied: what an invalid row holds may be anything, NaN included.
     delta[valid == 0.0] = 0.0
-    return reverse_scan(delta, discount * trace * np.float32(gae_lambda))
+    decay[valid == 0.0] = 0.0
+    return reverse_scan(delta, decay)
 
 
 def explained_variance(target: np.ndarray, value: np.ndarray, valid: np.ndarray) -> float:
-    """1 - Var[target - value] / Var[target] over valid rows: 1 is perfect, 0 as good as the mean; 0 for a constant target."""
+    """1 - Var[target - value] / Var[target] over valid rows, [T, N] each: 1 is perfect, 0 as good as the mean.
+
+    Where the targets are all the same there is nothing to explain: 0.
+    """
     sizes: dict[str, int] = {}
     check(sizes, "T N", f32, target, value, valid)
     rows = valid != 0.0

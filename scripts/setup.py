@@ -245,7 +245,9 @@ def install_packages(names: list[str]) -> str | None:
         )
     apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", "DPkg::Lock::Timeout=300"]
     try:
-        with step(f"{len(names)} system packages", f"See to it that this works, then run the same again: {command}"):
+        with step(
+            f"system packages ({len(names)} missing)", f"See to it that this works, then run the same again: {command}"
+        ):
             # A source of another vendor that is down must not keep Debian's own packages away.
             with contextlib.suppress(CommandFailed):
                 run([*apt, "update"])
@@ -394,6 +396,13 @@ def read_stamp() -> dict[str, Any]:
     return {}
 
 
+def write_stamp(extras: list[str], state: str) -> None:
+    """Leave what was chosen, and the fingerprint of what was done."""
+    temporary = STAMP.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"fingerprint": state, "extras": extras}))
+    os.replace(temporary, STAMP)
+
+
 def wanted_extras(before: list[str] | None) -> list[str]:
     """The extras to install: as asked for now, else as before, else all."""
     asked = os.environ.get("EXTRAS")
@@ -443,7 +452,7 @@ def set_up() -> None:
             run([interpreter.path, "-m", "venv", "--clear", VENV])
 
     # The package and all extras but football, which needs a build
-    STAMP.unlink(missing_ok=True)
+    write_stamp(extras, "unfinished")
     ordinary = ",".join(extra for extra in extras if extra != "football")
     with step(
         f"Python packages (htsrl[{ordinary}])",
@@ -461,10 +470,7 @@ def set_up() -> None:
                 f"football: {problem}\n  Everything else is installed. Run the same again to try once more, or go on "
                 "without football: make setup FOOTBALL=0"
             )
-    temporary = STAMP.with_suffix(".tmp")
-    interpreter = Interpreter(str(VENV_PYTHON))
-    temporary.write_text(json.dumps({"fingerprint": fingerprint(interpreter.version), "extras": extras}))
-    os.replace(temporary, STAMP)
+    write_stamp(extras, fingerprint(Interpreter(str(VENV_PYTHON)).version))
     left_out = sorted(set(EXTRAS) - set(extras))
     without = f" without {', '.join(left_out)}" if left_out else ""
     say(f"done{without} in {time.monotonic() - started:.0f} s; the command is .venv/bin/htsrl")

@@ -162,5 +162,6 @@ def claim() -> bool:
     return True
 
 
-for _env in (Steady, *Steady.__subclasses__()):
+ENVS: list[Any] = [Steady, *Steady.__subclasses__()]
+for _env in ENVS:
     gymnasium.register(f"{_env.__name__}-v0", entry_point=_env)

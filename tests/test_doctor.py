@@ -97,7 +97,10 @@ def test_in_a_checkout_the_command_is_make(monkeypatch: pytest.MonkeyPatch, tmp_
     assert doctor.command_for("atari", ["ale-py"]) == "make setup EXTRAS=all"
     # A finished set-up would not do again what it has done: then .venv was changed by hand, and goes.
     (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "htsrl-setup.json").write_text(json.dumps({"extras": ["atari"]}))
+    stamp = tmp_path / ".venv" / "htsrl-setup.json"
+    stamp.write_text(json.dumps({"fingerprint": "unfinished", "extras": ["atari"]}))
+    assert doctor.command_for("atari", []) == "make setup EXTRAS=all"
+    stamp.write_text(json.dumps({"fingerprint": "e3b0", "extras": ["atari"]}))
     assert doctor.command_for("atari", []) == f"rm -rf {tmp_path}/.venv && make setup"
     assert doctor.command_for("plot", ["matplotlib"]) == "make setup EXTRAS=all"
 

@@ -195,12 +195,12 @@ def test_a_faulty_environment_stops_the_run_with_its_reason(tmp_path, env, words
 
 
 def our_children():
-    """Executors, actors and evaluators of this test process that still run."""
+    """Executors, actors and evaluators of this test process: the children of its fork server."""
+    from multiprocessing.forkserver import _forkserver
+
     time.sleep(0.1)
-    own = psutil.Process()
-    return [
-        p for p in own.children(recursive=True) if p.is_running() and "forkserver" not in " ".join(p.cmdline())[:200]
-    ]
+    server = psutil.Process(_forkserver._forkserver_pid)
+    return [child for child in server.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def run_in_background(tmp_path, *flags):

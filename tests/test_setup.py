@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -165,6 +166,25 @@ def test_a_virtual_environment_of_another_folder_is_not_ours(
     assert setup.own_interpreter() is None
     (tmp_path / "bin" / "pip").write_text(f"#!{tmp_path}/bin/python\n")
     assert setup.own_interpreter().release == sys.version_info[:2]
+
+
+def test_a_second_set_up_waits_for_the_first(
+    setup: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = []
+
+    def second() -> None:
+        with setup.locked(tmp_path / "lock"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with setup.locked(tmp_path / "lock"):
+        thread.start()
+        thread.join(timeout=0.2)
+        order.append("first")
+    thread.join(timeout=10)
+    assert order == ["first", "second"]
+    assert "waiting for another set-up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", json.dumps({"extras": ["dev"]})])

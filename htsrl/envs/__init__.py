@@ -18,7 +18,17 @@ from htsrl.config import AtariOptions, FootballOptions, GymnasiumOptions, Sectio
 from htsrl.envs.spec import ActionSpec, Environment, EnvSpec
 from htsrl.errors import ConfigError
 
-__all__ = ["ActionSpec", "EnvSpec", "Environment", "Family", "describe", "family_of", "make", "options_class"]
+__all__ = [
+    "ActionSpec",
+    "EnvSpec",
+    "Environment",
+    "Family",
+    "describe",
+    "family_of",
+    "make",
+    "module_of",
+    "options_class",
+]
 
 Family = Literal["gymnasium", "atari", "football", "synthetic"]
 
@@ -59,6 +69,11 @@ def family_of(env: str) -> Family:
 def options_class(env: str) -> type[Section]:
     """The section of the configuration that describes environments of this family."""
     return _OPTIONS[family_of(env)]
+
+
+def module_of(env: str) -> str:
+    """The module that makes ``env``, with everything it imports: what a forkserver should have loaded beforehand."""
+    return _MODULES[family_of(env)]
 
 
 def describe(env: str, options: Any) -> EnvSpec:

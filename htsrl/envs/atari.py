@@ -3,10 +3,11 @@
 An agent step repeats one action for ``frame_skip`` frames. The observation is the pixel-wise maximum of the last two
 frames in grayscale, resized to 84x84 by area, and stacked with its predecessors on the last axis, newest last
 (Mnih et al. 2015; grayscale before the maximum as in Castro et al. 2018). Nothing else skips or repeats frames: the
-emulator itself runs with a frame skip of one and without sticky actions.
+emulator itself runs with a frame skip of one and without sticky actions. ``ALE/Pong-v5`` is just another name: what
+decides is `AtariOptions`, not what Gymnasium registered under that id (sticky actions among it).
 
 Every game starts from one snapshot of the freshly started emulator. A mere ``reset_game`` leaves memory behind that a
-quarter of the games (Freeway, Hero, Krull, ...) turn into another game, so that an episode would depend on those before
+quarter of the games (Assault, Berzerk, Freeway, ...) turn into another game, so that an episode would depend on those before
 it; seeding the emulator instead would reload the ROM, which takes ten times as long. All randomness (no-op starts,
 sticky actions: Machado et al. 2018) comes from a generator keyed by the episode's seed.
 

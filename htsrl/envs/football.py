@@ -15,6 +15,7 @@ is part of the game. ``max_episode_steps`` truncates.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import difflib
 import importlib.metadata
 import io
@@ -47,6 +48,7 @@ class FootballEnvironment:
     def __init__(self, scenario: str, options: FootballOptions) -> None:
         self._config = _config(scenario)
         self._core = FootballEnvCore(self._config)
+        _trim_heap()
         stack = STACK if options.stacked else 1
         self._view: View = Minimap(stack) if options.representation == "extracted" else Simple115(stack)
         self._pays_checkpoints = "checkpoints" in options.rewards
@@ -123,6 +125,12 @@ def find_scenario(env: str) -> str:
         hint = f"Did you mean {' or '.join(matches)}?" if matches else f"It has {', '.join(known)}."
         raise ConfigError(f"gfootball has no scenario {scenario!r}. {hint}")
     return scenario
+
+
+def _trim_heap() -> None:
+    """Returns what loading an engine has freed to the operating system: 10 to 20 of its 55 MiB."""
+    with contextlib.suppress(AttributeError):  # other C libraries than glibc don't have it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _config(scenario: str) -> Config:

@@ -121,7 +121,7 @@ def _registered(env: str) -> Any:
         matches = difflib.get_close_matches(name, gymnasium.registry, n=3)
         hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
         if not module:
-            hint += " An environment of your own is named module:Id-v0, so that the module is imported first."
+            hint += " Atari games are named atari:Pong; your own environment module:Id-v0, to import its module first."
         raise ConfigError(f"Gymnasium has no environment {name!r}.{hint}")
     return gymnasium.registry[name]
 

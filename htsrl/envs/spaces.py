@@ -111,7 +111,7 @@ def _bounded(low: np.ndarray, high: np.ndarray) -> Actions:
     if low.dtype == np.float32:
         return Actions(spec)
     # Bounds that were rounded to float32 can lie a little outside the true ones.
-    return Actions(spec, lambda action: np.clip(action.astype(low.dtype), low, high))
+    return Actions(spec, lambda action: np.asarray(np.clip(action.astype(low.dtype), low, high)))
 
 
 def _vector(size: int, encode: Callable[[Any], np.ndarray] | None = None) -> Observations:

@@ -7,6 +7,7 @@ and gives the same action wherever it is done. Letters: B rows, A choices or act
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -188,6 +189,6 @@ def _entropy(log_probs: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _sum(rows) -> torch.Tensor:
+def _sum(rows: Iterable[torch.Tensor]) -> torch.Tensor:
     """Sum of K vectors [B], in the order given."""
     return torch.stack(list(rows)).sum(0)

@@ -1,34 +1,41 @@
 """Networks: what stands between an observation and the policy's parameters and value.
 
-Images arrive as rows [B, H, W, C] uint8. Seen through ``permute`` that *is* a channels_last [B, C, H, W] tensor, the
-layout in which CPU convolutions are fastest, so nothing is reordered on the way in; the convolutions keep it, and the
-flattened features are read in memory order (H, W, C), so nothing is reordered on the way out either.
+Images arrive as rows [B, H, W, C]. Seen through ``permute`` that *is* a channels_last [B, C, H, W] tensor, the layout
+in which CPU convolutions are fastest, so nothing is reordered on the way in; convolutions keep it, and the flattened
+features are read in memory order (H, W, C), so nothing is reordered on the way out either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from htsrl.config import NetworkOptions
+from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.models.heads import DiagonalGaussian, Head
 
-# Gains of the orthogonal initialisation (Engstrom et al. 2020 measure how much they matter): hidden layers keep the
-# variance of a rectified signal, the first policy is close to uniform, values start at the features' own scale.
+# Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
+# to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
 HIDDEN_GAIN = math.sqrt(2.0)
 POLICY_GAIN = 0.01
 VALUE_GAIN = 1.0
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class ActorCritic(nn.Module):
     """A trunk, and on top of it a policy and a value function; ``head`` says what the policy's parameters mean."""
 
     def __init__(
-        self, head: Head, trunk: nn.Module, policy: nn.Module, value: nn.Module, initial_log_std: float = 0.0
+        self, head: Head, trunk: nn.Module, policy: nn.Module, value: nn.Module, initial_log_std: float
     ) -> None:
         super().__init__()
         self.head = head
@@ -51,76 +58,70 @@ class ActorCritic(nn.Module):
 # ------------------------------------------------------------------------------------------------------ the networks
 
 
-def mlp(
-    head: Head,
-    observation_shape: tuple[int, ...],
-    hidden_sizes: Sequence[int],
-    activation: type[nn.Module],
-    initial_log_std: float,
-    rng: torch.Generator,
-) -> ActorCritic:
-    """Policy and value networks of their own, each with ``hidden_sizes``, for vectors."""
+def mlp(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
+    """For vectors: a policy and a value network, each with hidden layers of its own."""
 
     def layers(outputs: int, gain: float) -> nn.Sequential:
-        sizes = [math.prod(observation_shape), *hidden_sizes]
-        hidden = [
-            module
-            for inputs, size in zip(sizes, sizes[1:], strict=False)
-            for module in (linear(inputs, size, HIDDEN_GAIN, rng), activation())
-        ]
-        return nn.Sequential(*hidden, linear(sizes[-1], outputs, gain, rng))
+        hidden: list[nn.Module] = []
+        inputs = math.prod(spec.observation_shape)
+        for size in options.hidden_sizes:
+            hidden += [linear(inputs, size, HIDDEN_GAIN, rng), ACTIVATIONS[options.activation]()]
+            inputs = size
+        return nn.Sequential(*hidden, linear(inputs, outputs, gain, rng))
 
-    return ActorCritic(
-        head, nn.Flatten(), layers(head.output_size, POLICY_GAIN), layers(1, VALUE_GAIN), initial_log_std
-    )
+    policy = layers(head.output_size, POLICY_GAIN)
+    return ActorCritic(head, nn.Flatten(), policy, layers(1, VALUE_GAIN), options.initial_log_std)
 
 
-def nature_cnn(
-    head: Head, observation_shape: tuple[int, ...], initial_log_std: float, rng: torch.Generator
-) -> ActorCritic:
-    """The network of Mnih et al. 2015 (Nature 518), which the HTS-RL paper also uses for football's 72x96x16 minimap."""
-    height, width, channels = observation_shape
-    layers: list[nn.Module] = [ScaledImage()]
+def nature_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
+    """The network of Mnih et al. 2015, which the HTS-RL paper also uses for football's 72x96x16 minimap."""
+    height, width, channels = spec.observation_shape
+    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype)]
     for outputs, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layers += [conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
         height, width, channels = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if min(height, width) < 1:
+        size = "x".join(map(str, spec.observation_shape))
         raise ConfigError(
-            f"the Nature CNN needs images of at least 36x36 pixels, not {_by(observation_shape)}: use --network.network impala"
+            f"network '{options.network}' needs images of at least 36x36 pixels and those of {spec.env_id} are {size}: "
+            "use 'impala'"
         )
     layers += [FlatImage(), linear(height * width * channels, 512, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
-    return _shared(head, nn.Sequential(*layers), 512, initial_log_std, rng)
+    return on_trunk(nn.Sequential(*layers), 512, head, options, rng)
 
 
-def impala_cnn(
-    head: Head, observation_shape: tuple[int, ...], initial_log_std: float, rng: torch.Generator
-) -> ActorCritic:
-    """The deep residual network of IMPALA (Espeholt et al. 2018, figure 3), without its LSTM."""
-    height, width, channels = observation_shape
-    layers: list[nn.Module] = [ScaledImage()]
+def impala_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
+    """The deep residual network of Espeholt et al. 2018 (figure 3), without its LSTM."""
+    height, width, channels = spec.observation_shape
+    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype)]
     sections = (16, 32, 32)
     for outputs in sections:
         layers += [conv(channels, outputs, 3, 1, 1, HIDDEN_GAIN, rng), nn.MaxPool2d(3, 2, 1)]
         layers += [Residual(outputs, 2 * len(sections), rng) for _ in range(2)]
         height, width, channels = -(-height // 2), -(-width // 2), outputs
     layers += [nn.ReLU(), FlatImage(), linear(height * width * channels, 256, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
-    return _shared(head, nn.Sequential(*layers), 256, initial_log_std, rng)
+    return on_trunk(nn.Sequential(*layers), 256, head, options, rng)
 
 
-def _shared(head: Head, trunk: nn.Module, features: int, initial_log_std: float, rng: torch.Generator) -> ActorCritic:
-    """Policy and value on one trunk."""
+def on_trunk(trunk: nn.Module, features: int, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
+    """A linear policy and a linear value function on the [B, ``features``] that ``trunk`` makes of observations."""
     policy = linear(features, head.output_size, POLICY_GAIN, rng)
-    return ActorCritic(head, trunk, policy, linear(features, 1, VALUE_GAIN, rng), initial_log_std)
+    return ActorCritic(head, trunk, policy, linear(features, 1, VALUE_GAIN, rng), options.initial_log_std)
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
 
 
 class ScaledImage(nn.Module):
-    """[B, H, W, C] uint8 in 0..255 to [B, C, H, W] float32 in 0..1, channels_last."""
+    """[B, H, W, C] to [B, C, H, W] float32, channels_last; uint8 from 0..255 to 0..1, other dtypes as they are."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        super().__init__()
+        self.scale = 1.0 / 255.0 if dtype == np.uint8 else None
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.permute(0, 3, 1, 2).to(torch.float32).mul_(1.0 / 255.0)
+        image = image.permute(0, 3, 1, 2)
+        return image.float() if self.scale is None else image.float().mul_(self.scale)
 
 
 class FlatImage(nn.Module):
@@ -133,7 +134,7 @@ class FlatImage(nn.Module):
 class Residual(nn.Module):
     """x + conv(relu(conv(relu(x)))), both 3x3 with ``channels`` in and out.
 
-    The network's ``branches`` residual branches each add a share of the variance, so that features keep their scale.
+    Each of the network's ``branches`` residual branches adds its share of variance, so that features keep their scale.
     """
 
     def __init__(self, channels: int, branches: int, rng: torch.Generator) -> None:
@@ -158,15 +159,9 @@ def conv(
     return _initialised(layer, gain, rng).to(memory_format=torch.channels_last)
 
 
-def _initialised(layer, gain: float, rng: torch.Generator):
-    # skip_init above: PyTorch's own initialisation would draw from the global generator.
+def _initialised(layer: Layer, gain: float, rng: torch.Generator) -> Layer:
+    # Layers come from skip_init because PyTorch's own initialisation draws from the global generator.
     nn.init.orthogonal_(layer.weight, gain, generator=rng)
+    assert layer.bias is not None
     nn.init.zeros_(layer.bias)
     return layer
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}

@@ -1,0 +1,235 @@
+"""The command line. Exit status: 0 done, 1 the run failed, 2 something was refused, 130 interrupted.
+
+Only ``train`` and ``eval`` import torch, and not before their arguments are known to be good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import htsrl
+from htsrl.errors import ConfigError, HtsrlError
+
+INTERRUPTED = 130
+
+OVERVIEW = f"""\
+htsrl {htsrl.__version__}: fast reinforcement learning in which every run can be repeated,
+bit for bit.
+
+Try first:
+  htsrl train --env CartPole-v1    balance a pole: less than a minute
+  htsrl train --env gfootball      score a goal: about ten minutes on two cores
+  htsrl eval RUN_DIR               how good that is; training prints RUN_DIR
+
+Commands:
+  train    train a policy
+  eval     play episodes with a trained policy
+  plot     draw the learning curves of one run or several
+  doctor   what is installed, what is missing, and the command that gets it
+
+Environments:
+  gfootball, gfootball:SCENARIO    Google Research Football
+  atari:Pong, ALE/Pong-v5          Atari games
+  CartPole-v1, HalfCheetah-v5      any Gymnasium id; module:Id-v0 for your own
+Algorithms: ppo, a2c
+
+`htsrl COMMAND --help` says more. `htsrl train --env ENV --algo ALGO --help`
+lists every setting, with the defaults for that environment and algorithm."""
+
+TRAIN_HELP = """\
+Train a policy. Shown are the settings of {algo} on {env}; name others with --algo and --env.
+
+Examples:
+  htsrl train --env CartPole-v1
+  htsrl train --algo a2c --env atari:Pong --total-steps 2e6 --seed 3
+  htsrl train --env gfootball:academy_3_vs_1_with_keeper --num-envs 32 --eval-every 50000
+  htsrl train --config my_experiment.toml --learning-rate 1e-4
+
+Ctrl-C ends a run with a checkpoint; pressed once more, it ends at once."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that can't show a letter shows another
+            stream.reconfigure(errors="replace")
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except HtsrlError as error:
+        _print_error(str(error))
+        return error.exit_status
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # `htsrl ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(OVERVIEW)
+        return 0
+    if command == "--version":
+        print(f"htsrl {htsrl.__version__}")
+        return 0
+    if command not in COMMANDS:
+        from htsrl.settings import near
+
+        guess = near(command, COMMANDS)
+        hint = f"did you mean `htsrl {guess}`?" if guess else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"{command} is not a command; {hint}")
+    return COMMANDS[command](rest)
+
+
+def _train(arguments: list[str]) -> int:
+    from htsrl import flags
+    from htsrl.rundir import refuse_used
+    from htsrl.settings import resolve
+    from htsrl.tomlfile import toml_layer
+
+    given = flags.parse(arguments)
+    layers = [toml_layer(given.config_file)] if given.config_file else []
+    config = resolve([*layers, given.layer()])
+    if given.help:
+        flags.show_help(config, TRAIN_HELP.format(algo=config.algo, env=config.env))
+        return 0
+    if config.output.run_dir is not None:
+        refuse_used(config.output.run_dir)
+
+    from htsrl.train import train
+
+    return INTERRUPTED if train(config).interrupted else 0
+
+
+def _eval(arguments: list[str]) -> int:
+    parser = _Parser(
+        "eval",
+        "Play episodes with a run's newest checkpoint, from seeds that training never uses.",
+        "htsrl eval runs/CartPole-v1-ppo-0-20260101-120000\n  htsrl eval RUN_DIR --episodes 20 --video game.mp4",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("--episodes", type=_count, default=100, metavar="N", help="how many (default: 100)")
+    parser.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the most likely")
+    parser.add_argument("--video", type=Path, metavar="FILE", help="film the first episode, for example game.mp4")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args(arguments)
+
+    from htsrl.rundir import plain, require_run
+
+    require_run(given.run_dir)
+
+    from htsrl.evaluation import evaluate_run
+
+    outcome = plain(evaluate_run(given.run_dir, given.episodes, given.stochastic, given.video))
+    print(json.dumps(outcome, indent=2) if given.json else "\n".join(_evaluation_lines(given.run_dir, outcome)))
+    if given.video and not given.json:
+        print(f"video: {given.video}")
+    return 0
+
+
+def _evaluation_lines(run_dir: Path, outcome: dict[str, Any]) -> list[str]:
+    """A small table: whose policy, and its returns."""
+    from htsrl.terminal import number
+
+    policy = "sampled" if outcome.get("stochastic") else "most likely"
+    after = f", checkpoint at {outcome['steps']:,} steps" if outcome.get("steps") else ""
+    spread = [f"{number(outcome[f'return_{name}'])}" for name in ("std", "min", "max") if f"return_{name}" in outcome]
+    rows = [
+        ("episodes", f"{outcome['episodes']:,}, {policy} actions{after}"),
+        ("return", number(outcome["return_mean"])),
+    ]
+    if len(spread) == 3:
+        rows[-1] = ("return", f"{rows[-1][1]} ± {spread[0]}, from {spread[1]} to {spread[2]}")
+    if outcome.get("score_mean") is not None:
+        rows.append(("score", number(outcome["score_mean"])))
+    if outcome.get("length_mean") is not None:
+        rows.append(("length", f"{number(outcome['length_mean'])} steps"))
+    return [str(run_dir), *(f"  {name:<9} {value}" for name, value in rows)]
+
+
+def _plot(arguments: list[str]) -> int:
+    parser = _Parser(
+        "plot",
+        "Draw learning curves against steps and time, one line per run; dots are evaluations.",
+        "htsrl plot runs/* -o curves.png",
+    )
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("curves.png"), metavar="FILE", help="picture (default: curves.png)"
+    )
+    given = parser.parse_args(arguments)
+
+    from htsrl.plot import plot_runs
+
+    plot_runs(given.run_dirs, given.output)
+    print(f"{given.output}: {len(given.run_dirs)} run{'s' if len(given.run_dirs) > 1 else ''}")
+    return 0
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = _Parser("doctor", "What is installed, what is missing, and the command that gets it.", "htsrl doctor")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args(arguments)
+
+    from htsrl.doctor import run_doctor
+
+    return run_doctor(json=given.json)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _eval, "plot": _plot, "doctor": _doctor}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one sentence instead of a usage message."""
+
+    def __init__(self, command: str, description: str, example: str) -> None:
+        super().__init__(
+            prog=f"htsrl {command}",
+            description=description,
+            epilog=f"Examples:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Parse ``arguments``; what is unknown is refused with the nearest option there is."""
+        from htsrl.settings import near
+
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            guess = near(unknown[0].partition("=")[0], options) if unknown[0].startswith("-") else None
+            hint = f"did you mean {guess}?" if guess else f"`{self.prog} --help` lists the options"
+            self.error(f"{unknown[0]} is not known; {hint}")
+        return namespace
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse, in a sentence that begins with the option's name."""
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            raise ConfigError(f"{self.prog} needs {missing}; `{self.prog} --help` says more")
+        raise ConfigError(re.sub(r"^argument (\S+): ", r"\1 ", message))
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return number
+
+
+def _print_error(message: str) -> None:
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    head = "\033[31mhtsrl: error:\033[0m" if red else "htsrl: error:"
+    with contextlib.suppress(OSError):
+        print(f"{head} {message}", file=sys.stderr)

@@ -1,0 +1,53 @@
+"""A network of the user's own: ``--network module:function``.
+
+``function(spec)`` returns a module that maps observations [B, *obs], in the environment's dtype, to features [B, F]
+float32. The policy and the value function are put on top of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import torch
+from torch import nn
+
+from htsrl.config import NetworkOptions
+from htsrl.envs.spec import EnvSpec
+from htsrl.errors import ConfigError
+from htsrl.models.heads import Head
+from htsrl.models.networks import ActorCritic, on_trunk
+
+_ROWS = 4
+
+
+def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
+    """The network that ``options.network`` names; ConfigError where it can't be found or doesn't give features."""
+    module_name, _, function_name = options.network.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"network '{options.network}' can't be imported: {error}") from error
+    # Layers of any make draw their initial weights from the global generator: for this moment it is the run's own.
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(rng.get_state())
+        try:
+            trunk = function(spec)
+            features = _features(trunk, spec)
+        except Exception as error:
+            raise ConfigError(f"network '{options.network}' doesn't work for {spec.env_id}: {error}") from error
+        rng.set_state(torch.get_rng_state())
+    return on_trunk(trunk, features, head, options, rng)
+
+
+def _features(trunk: nn.Module, spec: EnvSpec) -> int:
+    """F, found by trying some rows."""
+    obs = torch.from_numpy(np.zeros((_ROWS, *spec.observation_shape), spec.observation_dtype))
+    with torch.no_grad():
+        out = trunk(obs)
+    if out.dtype != torch.float32 or out.dim() != 2 or len(out) != _ROWS:
+        raise ValueError(
+            f"it must turn {_ROWS} observations {list(obs.shape)} into float32 features [{_ROWS}, F], "
+            f"not {out.dtype} {list(out.shape)}"
+        )
+    return out.shape[1]
