@@ -17,6 +17,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.models import ActorCritic
 from htsrl.rng import Stream, generator
 
+
 @dataclass(frozen=True)
 class Answer:
     """What the policy says to B rows, as numpy arrays."""

@@ -35,7 +35,7 @@ _HOME = {
     "evaluate_run": "htsrl.evaluation",
     "load_config": "htsrl.tomlfile",
     "to_toml": "htsrl.tomlfile",
-    "train": "htsrl.train",
+    "train": "htsrl.training",
 }
 
 __all__ = [*_HOME, "__version__"]
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
     from htsrl.errors import EnvironmentFailed as EnvironmentFailed
     from htsrl.errors import HtsrlError as HtsrlError
     from htsrl.errors import RunFailed as RunFailed
+    from htsrl.evaluation import evaluate_run as evaluate_run
     from htsrl.settings import configure as configure
     from htsrl.tomlfile import load_config as load_config
     from htsrl.tomlfile import to_toml as to_toml
+    from htsrl.training import train as train
 
 
 def __getattr__(name: str) -> Any:

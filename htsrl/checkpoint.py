@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     state = json.dumps(checkpoint.state, sort_keys=True)
     metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(checkpoint.tensors, state)}
-    data = save({name: np.ascontiguousarray(array) for name, array in checkpoint.tensors.items()}, metadata)
+    data = save({name: np.require(array, requirements="C") for name, array in checkpoint.tensors.items()}, metadata)
     path = folder / f"steps-{checkpoint.state['steps']:012d}{_SUFFIX}"
     write_atomically(path, data)
     for old in list_checkpoints(folder)[:-keep]:

@@ -106,7 +106,7 @@ def _train(arguments: list[str]) -> int:
     if config.output.run_dir is not None:
         refuse_used(config.output.run_dir)
 
-    from htsrl.train import train
+    from htsrl.training import train
 
     return INTERRUPTED if train(config).interrupted else 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +24,7 @@ from htsrl.actors.reports import reported
 from htsrl.checkpoint import load_checkpoint, newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import RunFailed
+from htsrl.errors import ConfigError, RunFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rundir import require_run, update_result
@@ -45,13 +47,19 @@ class Slot:
 
 
 def evaluate(
-    model: ActorCritic, spec: EnvSpec, options: Any, seed: int, episodes: int, stochastic: bool
+    model: ActorCritic,
+    spec: EnvSpec,
+    options: Any,
+    seed: int,
+    episodes: int,
+    stochastic: bool,
+    film: Callable[[np.ndarray | None], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """Play ``episodes`` episodes and return ``return``, ``length`` and ``score``, each [episodes].
 
     Episode k starts from ``evaluation_seed(seed, k)`` and has its own noise, so that its course depends neither on the
     number of parallel episodes nor on the order in which they end. ``stochastic`` samples actions; otherwise the most
-    likely action is taken.
+    likely action is taken. ``film`` gets a picture [height, width, 3] uint8 of every step of episode 0.
     """
     results = {name: np.full(episodes, np.nan) for name in ("return", "length", "score")}
     to_env = action_converter(spec.action)
@@ -66,11 +74,14 @@ def evaluate(
             return None
         episode = waiting.pop()
         obs = env.reset(seed=rng.evaluation_seed(seed, episode))
+        if film is not None and episode == 0:
+            film(env.render())
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
         return Slot(env, np.array(obs), noise, episode)
 
     draw = rng.gumbel if model.head.noise_kind == "gumbel" else rng.normal
-    slots = [begin(envs.make(spec.env_id, options)) for _ in range(min(SLOTS, episodes))]
+    count = min(SLOTS, episodes)
+    slots = [begin(envs.make(spec.env_id, options, render=film is not None and k == 0)) for k in range(count)]
     while playing := [slot for slot in slots if slot is not None]:
         # One batched forward pass for all
         for row, slot in enumerate(playing):
@@ -82,6 +93,8 @@ def evaluate(
         slots = []
         for slot, action in zip(playing, to_env(answer.action)):
             obs, reward, terminated, truncated, info = slot.env.step(action)
+            if film is not None and slot.episode == 0:
+                film(slot.env.render())
             slot.steps += 1
             slot.reward += info["raw_reward"] if spec.has_raw_reward else reward
             if terminated or truncated or slot.steps >= limit:
@@ -114,8 +127,10 @@ def summarise(results: dict[str, np.ndarray], spec: EnvSpec) -> dict[str, float]
 def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | None = None) -> dict[str, float]:
     """Evaluate the newest checkpoint of a run and add the outcome to its ``result.json`` under ``evaluation``.
 
+    ``video`` films the first episode into that file (``game.mp4``, ``game.gif``).
+
     Raises:
-        ConfigError: the folder holds no run or no readable checkpoint, or the environment is not installed.
+        ConfigError: the folder holds no run or no readable checkpoint, the environment is not installed or can't draw.
     """
     require_run(run_dir)
     config = load_config(run_dir / "config.toml")
@@ -124,10 +139,36 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     determinism.enable(threads=1)
     model = build_model(spec, config.network, config.seed)
     FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
-    results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic)
+    with filming(video, spec) as film:
+        results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
     update_result(run_dir, {"evaluation": summary})
     return summary
+
+
+@contextmanager
+def filming(video: Path | None, spec: EnvSpec) -> Iterator[Callable[[np.ndarray | None], None] | None]:
+    """A function that appends a picture to the file ``video``; None without one."""
+    if video is None:
+        yield None
+        return
+    try:
+        import imageio.v2 as imageio
+    except ImportError:
+        raise ConfigError("--video needs imageio: run `pip install 'htsrl[video]'`") from None
+    try:
+        writer = imageio.get_writer(video)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--video {video}: {error}") from None
+
+    def film(picture: np.ndarray | None) -> None:
+        if picture is None:
+            raise ConfigError(f"--video: {spec.env_id} can't draw itself")
+        # Video codecs want even sizes
+        writer.append_data(picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2])
+
+    with writer:
+        yield film
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,5 @@ system's) are for the run: it ends its children itself, and they notice when it 
 
 import signal
 
-import htsrl.actors.executor
-
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)

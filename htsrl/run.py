@@ -290,18 +290,14 @@ class Run:
 
     def facts(self) -> dict[str, str]:
         """What to show once at the start."""
-        runtime, layout = self.config.runtime, self.layout
+        layout = self.layout
         return {
-            "environment": self.spec.env_id,
-            "algorithm": self.config.algo,
-            "schedule": runtime.schedule,
-            "replicas": f"{self.N} in {layout.num_executors} executors, {len(layout.groups)} groups",
+            "executors": f"{layout.num_executors} with {len(layout.groups)} groups",
             "actors": str(layout.num_actors),
-            "device": runtime.device,
-            "learner threads": str(runtime.learner_threads),
+            "device": self.config.runtime.device,
+            "learner threads": str(self.config.runtime.learner_threads),
             "parameters": f"{len(self.learner.parameters):,}",
             "shared memory": f"{total_bytes(self.arena.fields) / 2**20:.0f} MiB",
-            "run folder": str(self.run_dir),
         }
 
 

@@ -77,9 +77,12 @@ def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
     reward, terminated, truncated, valid, value = (
         x.cpu().numpy() for x in (rollout.reward, rollout.terminated, rollout.truncated, rollout.valid, rollout.value)
     )
-    discount, trace = returns.end_factors(gamma, terminated, truncated)
-    advantage = returns.gae(reward, discount, trace, valid, value, gae_lambda)
-    value_target = advantage + value[:-1]
+    # NaN and infinity come out as they went in: the check of the loss tells about them.
+    with np.errstate(invalid="ignore", over="ignore"):
+        discount, trace = returns.end_factors(gamma, terminated, truncated)
+        advantage = returns.gae(reward, discount, trace, valid, value, gae_lambda)
+        value_target = advantage + value[:-1]
+        explained_variance = returns.explained_variance(value_target, value[:-1], valid)
     device = rollout.obs.device
     return Batch(
         obs=rollout.obs[:-1].flatten(0, 1),
@@ -89,7 +92,7 @@ def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
         advantage=torch.from_numpy(advantage.ravel()).to(device),
         value_target=torch.from_numpy(value_target.ravel()).to(device),
         valid=np.flatnonzero(valid),
-        explained_variance=returns.explained_variance(value_target, value[:-1], valid),
+        explained_variance=explained_variance,
     )
 
 

@@ -24,14 +24,14 @@ from htsrl.tomlfile import save_config
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[AnyConfig]:
     """The configurations that reach training, which does nothing here."""
     configs: list[AnyConfig] = []
-    fake: Any = ModuleType("htsrl.train")
+    fake: Any = ModuleType("htsrl.training")
 
     def train(config: AnyConfig) -> SimpleNamespace:
         configs.append(config)
         return SimpleNamespace(interrupted=config.seed == 130)
 
     fake.train = train
-    monkeypatch.setitem(sys.modules, "htsrl.train", fake)
+    monkeypatch.setitem(sys.modules, "htsrl.training", fake)
     return configs
 
 
@@ -214,7 +214,7 @@ def test_exit_statuses(
     def train(config: AnyConfig) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "htsrl.train", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "htsrl.training", SimpleNamespace(train=train))
     assert main(["train"]) == status
     assert capsys.readouterr().err == message
 

@@ -93,7 +93,7 @@ def test_equal_to_gfootballs_own_wrappers(scenario: str, options: FootballOption
             score += info["score_reward"]
             paid.add(ours)
             assert (ours, terminated, truncated) == (float(reward), done, False)
-            assert extra == ({"score": score} if done else {})
+            assert extra == {"score": score}
             if done:
                 ends += 1
                 break

@@ -110,7 +110,7 @@ def test_impala_cnn_has_the_papers_size():
 
 
 def test_policy_and_value_of_the_mlp_share_nothing():
-    model, parameters = network(vector_spec(), hidden_sizes=(5, 7), activation="relu")
+    model, _ = network(vector_spec(), hidden_sizes=(5, 7), activation="relu")
     assert [m.out_features for m in model.policy if isinstance(m, nn.Linear)] == [5, 7, 3]
     assert [m.out_features for m in model.value if isinstance(m, nn.Linear)] == [5, 7, 1]
     assert isinstance(model.policy[1], nn.ReLU)

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 import psutil
 import pytest
 from recording import record
 
+from htsrl.envs.synthetic import Counting
 from htsrl.errors import EnvironmentFailed, RunFailed
-from htsrl.train import train
+from htsrl.rng import episode_seed
+from htsrl.training import train
 
 SMALL = {"num_envs": 8, "sync_interval": 16, "total_steps": 8 * 16 * 4, "minibatches": 4, "epochs": 2}
 
@@ -85,51 +88,39 @@ def test_random_step_times_do_not_change_a_bit(tmp_path):
 
 
 def test_rows_of_the_counting_environment_are_aligned(tmp_path):
-    """obs = (replica tag, episode tag, t, last action), reward a function of t and action: no row may move."""
-    recording = record(
-        tmp_path / "run",
-        "synthetic:counting",
-        num_executors=3,
-        num_actors=2,
-        envs_per_group=1,
-        **SMALL | {"num_envs": 8},
-    )
+    """Every row is compared with what the counting environment must have said there: no row may move."""
+    layout = {"num_executors": 3, "num_actors": 2, "envs_per_group": 1}
+    recording = record(tmp_path / "run", "synthetic:counting", **layout, **SMALL)
+    names = ("obs", "action", "reward", "terminated", "truncated", "valid")
     ends = {"terminated": 0, "truncated": 0}
-    for n in range(8):
-        obs = np.concatenate([i["obs"][:-1, n] for i in recording.intervals] + [recording.intervals[-1]["obs"][-1:, n]])
-        action, reward, terminated, truncated, valid = (
-            recording.stacked(name)[:, n] for name in ("action", "reward", "terminated", "truncated", "valid")
-        )
-        for t in range(len(reward)):
-            if not valid[t]:
-                assert truncated[t - 1]
-                assert not terminated[t]
-                assert not truncated[t]
-                assert reward[t] == 0
-                assert obs[t + 1, 2] == 0
-                assert obs[t + 1, 1] != obs[t, 1]
+    for n in range(SMALL["num_envs"]):
+        obs, actions, rewards, terminated, truncated, valid = (recording.stacked(name)[:, n] for name in names)
+        k, step, last_action, over = 0, 0, -1, False
+        for t in range(len(rewards)):
+            episode = Counting.Episode.of(episode_seed(0, n, k))
+            np.testing.assert_array_equal(obs[t], episode.observation(step, last_action))
+            if over:
+                # Not a transition: the last observation of a truncated episode, nothing else
+                assert not valid[t]
+                assert (rewards[t], terminated[t], truncated[t]) == (0, False, False)
+                k, step, last_action, over = k + 1, 0, -1, False
                 continue
-            assert reward[t] == counting_reward(obs[t, 2], action[t])
+            step, last_action = step + 1, int(actions[t])
+            assert valid[t]
+            assert rewards[t] == episode.reward(step, last_action)
+            ended = step == episode.length
+            assert terminated[t] == (ended and not episode.truncates)
+            assert truncated[t] == (ended and episode.truncates)
+            ends["terminated"] += int(terminated[t])
+            ends["truncated"] += int(truncated[t])
+            over = bool(truncated[t])
             if terminated[t]:
-                ends["terminated"] += 1
-                assert obs[t + 1, 2] == 0  # the next episode's first observation
-                assert obs[t + 1, 1] != obs[t, 1]
-            else:
-                ends["truncated"] += int(truncated[t])
-                assert obs[t + 1, 1] == obs[t, 1]  # the same episode, also where it was truncated
-                assert obs[t + 1, 2] == obs[t, 2] + 1
-                assert obs[t + 1, 3] == action[t]
+                k, step, last_action = k + 1, 0, -1
     assert min(ends.values()) > 0
     # An interval begins with the observation at which the one before ended
-    for before, after in zip(recording.intervals, recording.intervals[1:]):
+    for before, after in pairwise(recording.intervals):
         np.testing.assert_array_equal(before["obs"][-1], after["obs"][0])
     assert recording.result.values["steps"] == int(recording.stacked("valid").sum())
-
-
-def counting_reward(t, action):
-    from htsrl.envs.synthetic import counting_reward as law
-
-    return np.float32(law(int(t), int(action)))
 
 
 def test_the_policy_lag_is_one_and_actors_use_exactly_the_behaviour_parameters(tmp_path):
@@ -160,13 +151,13 @@ def test_the_policy_lag_is_one_and_actors_use_exactly_the_behaviour_parameters(t
 
 
 def test_a_buffer_reusing_environment_is_copied_in_time(tmp_path):
-    recording = record(tmp_path / "run", "faulty_envs:BufferReusing-v0", max_episode_steps=5, **SMALL)
+    recording = record(tmp_path / "run", "faulty_envs:ReusesBuffers-v0", max_episode_steps=5, **SMALL)
     obs, truncated = recording.stacked("obs"), recording.stacked("truncated")
     rows = np.argwhere(truncated[:-1])
     assert len(rows)
     for t, n in rows:
         # The last observation of the truncated episode, not the first of the next
-        assert obs[t + 1, n, 0] == obs[t, n, 0] + 1
+        assert obs[t + 1, n, 3] == obs[t, n, 3] + 1 == 5
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -175,10 +166,10 @@ def test_a_buffer_reusing_environment_is_copied_in_time(tmp_path):
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ("Raises-v0", ["step", "replica", "episode 0", "Traceback", "boom"]),
-        ("RaisesInReset-v0", ["reset", "replica", "Traceback"]),
+        ("Raises-v0", ["step", "replica", "episode 0", "Traceback", "the robot fell over"]),
+        ("RaisesInReset-v0", ["reset", "replica", "the robot didn't get up"]),
         ("NanObservation-v0", ["NaN", "replica"]),
-        ("InfiniteReward-v0", ["reward of inf", "replica"]),
+        ("InfReward-v0", ["reward of inf", "replica"]),
         ("WrongShape-v0", ["shape", "replica"]),
         ("Exits-v0", ["executor 0", "exit status"]),
     ],
@@ -253,7 +244,7 @@ def test_killing_the_run_takes_its_children_along(tmp_path):
 
 def test_executors_never_load_torch(tmp_path):
     """Its own environment looks around inside the executor's process."""
-    recording = record(tmp_path / "run", "faulty_envs:ReportsTorch-v0", **SMALL)
+    recording = record(tmp_path / "run", "looking_envs:ReportsTorch-v0", **SMALL)
     assert recording.stacked("obs").max() == 0, "torch is loaded in an executor"
 
 

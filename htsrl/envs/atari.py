@@ -7,9 +7,9 @@ emulator itself runs with a frame skip of one and without sticky actions. ``ALE/
 decides is `AtariOptions`, not what Gymnasium registered under that id (sticky actions among it).
 
 Every game starts from one snapshot of the freshly started emulator. A mere ``reset_game`` leaves memory behind that a
-quarter of the games (Assault, Berzerk, Freeway, ...) turn into another game, so that an episode would depend on those before
-it; seeding the emulator instead would reload the ROM, which takes ten times as long. All randomness (no-op starts,
-sticky actions: Machado et al. 2018) comes from a generator keyed by the episode's seed.
+quarter of the games (Assault, Berzerk, Freeway, ...) turn into another game, so that an episode would depend on those
+before it; seeding the emulator instead would reload the ROM, which takes ten times as long. All randomness (no-op
+starts, sticky actions: Machado et al. 2018) comes from a generator keyed by the episode's seed.
 
 A lost life never ends an episode: reports are about whole games, and a game can be replayed from its seed and actions.
 With ``terminal_on_life_loss`` ``info['life_lost']`` says that a step cost one, and the executor marks the step as a

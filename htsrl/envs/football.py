@@ -48,6 +48,7 @@ class FootballEnvironment:
     def __init__(self, scenario: str, options: FootballOptions) -> None:
         self._config = _config(scenario)
         self._core = FootballEnvCore(self._config)
+        self._core.reset()
         _trim_heap()
         stack = STACK if options.stacked else 1
         self._view: View = Minimap(stack) if options.representation == "extracted" else Simple115(stack)
@@ -69,13 +70,13 @@ class FootballEnvironment:
         return self._view.fill(self._core._observation)
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """One of the 19 default actions; ``info['score']`` at the end is goals scored minus goals conceded."""
+        """One of the 19 default actions; ``info['score']`` is goals scored minus goals conceded so far."""
         observation, goal, done, _ = self._core.step([action])
         self._score += goal
         reward = np.float32(goal)
         if self._pays_checkpoints:
             reward, self._checkpoints = checkpoint_reward(reward, observation, self._checkpoints)
-        return self._view.push(observation), float(reward), done, False, {"score": self._score} if done else {}
+        return self._view.push(observation), float(reward), done, False, {"score": self._score}
 
     def render(self) -> np.ndarray:
         """The minimap as [576, 768, 3] uint8 RGB."""
@@ -128,7 +129,7 @@ def find_scenario(env: str) -> str:
 
 
 def _trim_heap() -> None:
-    """Returns what loading an engine has freed to the operating system: 10 to 20 of its 55 MiB."""
+    """Gives what an engine's start and first reset have freed back to the operating system: 10 to 20 of 55 MiB."""
     with contextlib.suppress(AttributeError):  # other C libraries than glibc don't have it
         ctypes.CDLL(None).malloc_trim(0)
 

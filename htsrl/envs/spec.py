@@ -57,7 +57,7 @@ class EnvSpec:
     has_life_loss: bool = False
     """True where ``info['life_lost']`` marks steps that the learner sees as terminations while the game goes on."""
     has_score: bool = False
-    """True where ``info['score']`` accompanies the end of an episode (football: goals for minus against)."""
+    """True where ``info['score']`` accompanies every step: the episode's so far (football: goals for minus against)."""
     sleeps: bool = False
     """True where a step waits instead of computing, so that many executors fit on one core."""
     versions: dict[str, str] = field(default_factory=dict, hash=False)

@@ -159,8 +159,7 @@ class Football:
         out = abs(y) > 1.0 / 2.25 or x < -1.0
         goal = x >= 1.0 and abs(y) < 0.15
         done = out or x >= 1.0 or self._step == self.LENGTH
-        info = {"score": int(goal)} if done else {}
-        return self._view.push(self._state()), float(goal), done, False, info
+        return self._view.push(self._state()), float(goal), done, False, {"score": int(goal)}
 
     def _state(self) -> dict[str, Any]:
         """The part of gfootball's observation that the minimap shows."""

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rollouts import BOX, DISCRETE, MULTI, image_spec, network, rollout, vector_spec
+
+from htsrl.config import A2COptions, Config, GymnasiumOptions
+from htsrl.errors import RunFailed
+from htsrl.learner import a2c, make_algorithm, minibatches
+from htsrl.learner.a2c import A2C
+from htsrl.learner.returns import end_factors, gae
+
+RNG = np.random.default_rng(0)
+
+
+def learner(spec=None, seed=0, **options):
+    spec = spec or vector_spec()
+    model, parameters = network(spec, seed)
+    return A2C(A2COptions(**options), model, parameters), rollout(spec, model)
+
+
+def plain_gradient(options, model, data):
+    """The gradient of Mnih et al. 2016's objective by autograd over all transitions at once, as one vector by name."""
+    arrays = {name: getattr(data, name).numpy() for name in ("reward", "terminated", "truncated", "valid", "value")}
+    discount, trace = end_factors(options.discount, arrays["terminated"], arrays["truncated"])
+    advantage = gae(arrays["reward"], discount, trace, arrays["valid"], arrays["value"], options.gae_lambda)
+    rows = torch.from_numpy(np.flatnonzero(arrays["valid"]))
+    flat = torch.from_numpy(advantage).flatten()
+    target = (flat + data.value[:-1].flatten())[rows]
+    a = flat[rows]
+    if options.normalize_advantage:
+        a = (a - a.mean()) / a.std(correction=0)
+    params, value = model(data.obs[:-1].flatten(0, 1)[rows])
+    log_prob = model.head.log_prob(params, data.action.flatten(0, 1)[rows])
+    entropy = model.head.entropy(params).mean()
+    loss = -(a * log_prob).mean() + options.value_coef * 0.5 * ((value - target) ** 2).mean()
+    named = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss - options.entropy_coef * entropy, list(named.values()))
+    return dict(zip(named, gradients, strict=True))
+
+
+def norm_of(gradients):
+    return float(torch.cat([g.flatten() for g in gradients.values()]).norm())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("action", [DISCRETE, MULTI, BOX], ids=["discrete", "multi_discrete", "box"])
+def test_the_gradient_is_the_papers(action, normalize):
+    algorithm, data = learner(vector_spec(action), max_grad_norm=1e9, normalize_advantage=normalize, gae_lambda=0.9)
+    assert (data.valid == 0).any()
+    expected = plain_gradient(algorithm.options, algorithm.model, data)
+    metrics = algorithm.update(data, 0.0, RNG)
+    assert metrics["loss/grad_norm"] == pytest.approx(norm_of(expected), rel=1e-4)
+    for name, parameter in algorithm.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_one_step_of_gradient_descent_on_the_clipped_gradient(monkeypatch):
+    """With plain gradient descent in the optimizer's place: θ' = θ - η g min(1, c/|g|), once."""
+    algorithm, data = learner(max_grad_norm=0.1)
+    algorithm.optimizer = torch.optim.SGD([algorithm.parameters.vector], lr=99.0)
+    expected = plain_gradient(algorithm.options, algorithm.model, data)
+    scale = 0.1 / norm_of(expected)
+    assert scale < 1
+    before = {name: p.detach().clone() for name, p in algorithm.model.named_parameters()}
+    metrics = algorithm.update(data, 0.5, RNG)
+    assert metrics["learning_rate"] == pytest.approx(3.5e-4)
+    assert metrics["loss/grad_norm_clipped"] == pytest.approx(0.1, rel=1e-4)
+    for name, p in algorithm.model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] - 3.5e-4 * scale * expected[name], rtol=1e-5, atol=1e-8)
+
+
+def test_rmsprop_is_the_papers():
+    """g' = α g' + (1-α) Δθ², θ' = θ - η Δθ / (√g' + ε), over two updates."""
+    algorithm, data = learner(lr_schedule="constant", rmsprop_decay=0.9, optimizer_eps=1e-3)
+    vector, square = algorithm.parameters.vector.clone().double(), 0.0
+    for _ in range(2):
+        algorithm.update(data, 0.0, RNG)
+        gradient = algorithm.parameters.vector.grad.double()
+        square = 0.9 * square + 0.1 * gradient**2
+        vector = vector - 7e-4 * gradient / (square**0.5 + 1e-3)
+    torch.testing.assert_close(algorithm.parameters.vector, vector.float(), rtol=1e-5, atol=1e-7)
+
+
+def test_metrics():
+    algorithm, data = learner()
+    metrics = algorithm.update(data, 0.5, RNG)
+    assert metrics.keys() == {
+        "learning_rate", "loss/total", "loss/policy", "loss/value", "loss/entropy", "loss/grad_norm",
+        "loss/grad_norm_clipped", "loss/explained_variance", "loss/gradient_steps",
+    }  # fmt: skip
+    assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
+    assert metrics["loss/gradient_steps"] == 1
+
+
+def test_an_advantaged_action_becomes_more_likely_and_entropy_is_kept_by_its_bonus():
+    chances = {}
+    for coefficient in (0.0, 2.0):
+        algorithm, data = learner(learning_rate=3e-3, lr_schedule="constant", entropy_coef=coefficient, value_coef=0.0)
+        flat = {"terminated": torch.ones_like(data.valid), "truncated": torch.zeros_like(data.valid)}
+        data = replace(data, reward=(data.action == 1).float(), value=0 * data.value, valid=flat["terminated"], **flat)
+        for _ in range(20):
+            algorithm.update(data, 0.0, RNG)
+        with torch.no_grad():
+            chances[coefficient] = float(algorithm.model(data.obs[0])[0].softmax(-1)[:, 1].mean())
+    assert chances[0.0] > 0.6 > chances[2.0] > 1 / 3
+
+
+@pytest.mark.parametrize("rows", [1, 5, 31])
+def test_pieces_give_the_gradient_of_the_whole(monkeypatch, rows):
+    spec = image_spec(36, 36, 1)
+    whole, data = learner(spec)
+    pieces, _ = learner(spec)
+    first = whole.update(data, 0.0, RNG)
+    monkeypatch.setattr(minibatches, "PIECE_BYTES", {"cpu": 4 * 36 * 36 * rows})
+    sizes = []
+    pieces.model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output[1])))
+    second = pieces.update(data, 0.0, RNG)
+    assert sum(sizes) == 32
+    assert max(sizes) <= rows
+    assert first == pytest.approx(second, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(
+        whole.parameters.vector.grad, pieces.parameters.vector.grad, rtol=1e-3, atol=1e-5 * first["loss/grad_norm"]
+    )
+
+
+@pytest.mark.parametrize("poison", ["reward", "value", "obs"])
+def test_a_loss_that_is_not_finite_stops_before_the_step(poison):
+    algorithm, data = learner()
+    getattr(data, poison)[2, 1] = float("inf")
+    before = algorithm.parameters.vector.clone()
+    with pytest.raises(RunFailed, match="not finite after"):
+        algorithm.update(data, 0.25, RNG)
+    assert torch.equal(algorithm.parameters.vector, before)
+    assert algorithm.state() == {}
+
+
+def test_rows_that_are_no_transitions_change_nothing():
+    algorithm, data = learner()
+    other, _ = learner()
+    hole = data.valid == 0
+    algorithm.update(data, 0.0, RNG)
+    for field in ("obs", "log_prob", "reward"):
+        getattr(data, field)[: len(hole)][hole] = float("nan")
+    data.action[hole] = -7
+    other.update(data, 0.0, RNG)
+    assert torch.equal(algorithm.parameters.vector, other.parameters.vector)
+
+
+def test_a_rollout_without_transitions_teaches_nothing():
+    algorithm, data = learner()
+    before = algorithm.parameters.vector.clone()
+    metrics = algorithm.update(replace(data, valid=torch.zeros_like(data.valid)), 0.0, RNG)
+    assert metrics["loss/gradient_steps"] == 0
+    assert torch.equal(algorithm.parameters.vector, before)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+def test_state_continues_bit_for_bit(optimizer):
+    straight, data = learner(optimizer=optimizer)
+    straight.update(data, 0.0, RNG)
+    saved, vector = straight.state(), straight.parameters.vector.clone()
+    straight.update(data, 0.5, RNG)
+    resumed, _ = learner(optimizer=optimizer, seed=9)
+    resumed.parameters.vector.copy_(vector)
+    resumed.load_state(saved)
+    resumed.update(data, 0.5, RNG)
+    assert torch.equal(resumed.parameters.vector, straight.parameters.vector)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-3},
+        {"lr_schedule": "constant"},
+        {"discount": 0.5},
+        {"gae_lambda": 0.5},
+        {"entropy_coef": 0.3},
+        {"value_coef": 0.1},
+        {"max_grad_norm": 0.001},
+        {"normalize_advantage": True},
+        {"optimizer": "adam"},
+        {"rmsprop_decay": 0.5},
+        {"optimizer_eps": 0.1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_option_has_an_effect(change):
+    assert set(A2COptions.model_fields) == {
+        "learning_rate", "lr_schedule", "discount", "gae_lambda", "entropy_coef", "value_coef", "max_grad_norm",
+        "normalize_advantage", "optimizer", "rmsprop_decay", "optimizer_eps",
+    }  # fmt: skip
+    default, data = learner()
+    changed, _ = learner(**change)
+    default.update(data, 0.5, RNG)
+    changed.update(data, 0.5, RNG)
+    assert not torch.equal(default.parameters.vector, changed.parameters.vector)
+
+
+def test_make_algorithm():
+    config = Config[GymnasiumOptions, A2COptions](
+        algo="a2c", env="CartPole-v1", algorithm=A2COptions(optimizer="adam"), environment=GymnasiumOptions()
+    )
+    algorithm = make_algorithm(config, *network(vector_spec()))
+    assert isinstance(algorithm, a2c.A2C)
+    assert isinstance(algorithm.optimizer, torch.optim.Adam)
