@@ -80,8 +80,8 @@ def run_executor(ports: ExecutorPorts) -> None:
                         ready.setdefault(actor_of[g], []).append(g)
                     else:
                         del rows[g]
-                for a, numbers in ready.items():
-                    ports.actors[a].post(*numbers)
+                for a, stepped in ready.items():
+                    ports.actors[a].post(*stepped)
 
             # Finish: where each replica stands; report at the barrier
             check_observations(storage.obs, replicas)
@@ -115,7 +115,7 @@ class Replica:
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
-        for row in log.actions if log.actions is not None else ():
+        for row in log.actions:
             (action,) = to_env(row[None])
             try:
                 obs, reward, *_, info = self.env.step(action)

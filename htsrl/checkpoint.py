@@ -100,5 +100,5 @@ def _checksum(tensors: dict[str, np.ndarray], state: str) -> str:
     digest = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         digest.update(f"{name}:{tensors[name].dtype}:{tensors[name].shape}".encode())
-        digest.update(np.ascontiguousarray(tensors[name]))
+        digest.update(np.ascontiguousarray(tensors[name]).data)
     return digest.hexdigest()

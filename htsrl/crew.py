@@ -174,7 +174,8 @@ class Crew:
         while not self._stopping:
             lines: dict[Any, Child] = {child.reports: child for child in self.children if not child.reports.closed}
             ended: dict[Any, Child] = {child.process.sentinel: child for child in self.children}
-            events = wait([self._barrier, self._wake, *lines, *ended])
+            waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
+            events = wait(waited)
             with self._changed:
                 if self._barrier in events:
                     self._barrier.take()

@@ -15,7 +15,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["htsrl.nursery"])
+
+
+def preload(module: str) -> None:
+    """Let children share the pages of ``module``, too, if the fork server has not been started yet."""
+    _CONTEXT.set_forkserver_preload(["htsrl.nursery", module])
 
 
 def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
@@ -46,7 +50,8 @@ def _one_blas_thread() -> Iterator[None]:
 def _children_ignore_main() -> Iterator[None]:
     """Keep children from importing the user's script again: it may import torch, or start a run of its own."""
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    names = ("__file__", "__spec__")
+    hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in names if name in main.__dict__}
     main.__spec__ = None
     try:
         yield

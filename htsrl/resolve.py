@@ -48,13 +48,11 @@ def resolve_device(device: str) -> str:
 def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
     """The layout of replicas on processes; 'auto' values fit the environment and the machine's cores."""
     runtime = config.runtime
-    executors = runtime.num_executors
-    if executors == "auto":
-        executors = min(automatic_executors(spec), runtime.num_envs)
-    group = runtime.envs_per_group
-    if group == "auto":
-        # Two groups per executor: it steps one while the actor answers the other.
-        group = math.ceil(runtime.num_envs / executors / 2)
+    executors = automatic_executors(spec) if runtime.num_executors == "auto" else runtime.num_executors
+    executors = min(executors, runtime.num_envs)
+    # Two groups per executor: it steps one while the actor answers the other.
+    half = math.ceil(runtime.num_envs / executors / 2)
+    group = half if runtime.envs_per_group == "auto" else runtime.envs_per_group
     return Layout(runtime.num_envs, executors, runtime.num_actors, group)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from htsrl import determinism, rng
+from htsrl import determinism, envs, processes, rng
 from htsrl.checkpoint import Checkpoint, save_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.crew import Crew
@@ -57,9 +57,15 @@ class Progress:
     def restored(cls, checkpoint: Checkpoint) -> Progress:
         """The progress that a checkpoint holds."""
         state = checkpoint.state
-        counts = {name: state[name] for name in ("interval", "steps", "episodes", "seconds")}
-        recent = {name: deque(state[name], RECENT_EPISODES) for name in ("returns", "scores")}
-        return cls(**counts, **recent, trajectory=bytes.fromhex(state["trajectory"]))
+        return cls(
+            interval=state["interval"],
+            steps=state["steps"],
+            episodes=state["episodes"],
+            seconds=state["seconds"],
+            trajectory=bytes.fromhex(state["trajectory"]),
+            returns=deque(state["returns"], RECENT_EPISODES),
+            scores=deque(state["scores"], RECENT_EPISODES),
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Run:
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
         self.progress = Progress()
-        logs = [EpisodeLog() for _ in range(self.N)]
+        no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
+        logs = [EpisodeLog(episode=0, actions=no_actions) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
         self.layout = layout_for(config, spec)
         fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
@@ -105,6 +112,7 @@ class Run:
         self.control.finished[:] = self.progress.interval
         self.control.posted[:] = self.control.answered[:] = self.progress.interval * self.T
         self.episode_logs = EpisodeLogs(logs)
+        processes.preload(envs.module_of(config.env))
         self.crew = Crew(config, spec, self.layout, self.arena, config.runtime.device, logs)
         self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
         self.result: Result
@@ -237,11 +245,10 @@ class Run:
     def save_checkpoint(self, storage: Any) -> Path:
         """Write the checkpoint for the start of the next interval; ``storage`` is the one before it, consumed."""
         progress, learner = self.progress, self.learner
-        logs = self.episode_logs.snapshot(storage, self.stands)
         tensors = {
             **learner.tensors(),
-            **{f"episodes/{n}/actions": log.actions for n, log in enumerate(logs)},
-            **{f"episodes/{n}/last_obs": log.last_obs for n, log in enumerate(logs)},
+            **{f"episodes/{n}": self.episode_logs.actions(n) for n in range(self.N)},
+            "last_obs": storage.obs[-1],
         }
         state = {
             "interval": progress.interval,
@@ -303,10 +310,13 @@ class Run:
 
 def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
     """The episode logs of all replicas, as a checkpoint holds them."""
-    replicas, tensors = checkpoint.state["replicas"], checkpoint.group("episodes")
+    replicas, actions = checkpoint.state["replicas"], checkpoint.group("episodes")
     return [
         EpisodeLog(
-            replicas["episode"][n], tensors[f"{n}/actions"], replicas["reset_pending"][n], tensors[f"{n}/last_obs"]
+            episode=replicas["episode"][n],
+            actions=actions[str(n)],
+            reset_pending=replicas["reset_pending"][n],
+            last_obs=checkpoint.tensors["last_obs"][n],
         )
         for n in range(N)
     ]

@@ -21,7 +21,7 @@ def trajectory_digest(previous: bytes, storage: Any) -> bytes:
     T, N = storage.reward.shape
     for n in range(N):
         for name in TRAJECTORY_FIELDS:
-            digest.update(np.ascontiguousarray(getattr(storage, name)[:T, n]))
+            digest.update(np.ascontiguousarray(getattr(storage, name)[:T, n]).data)
     return digest.digest()
 
 
@@ -29,5 +29,5 @@ def parameters_digest(parameters: Iterable[tuple[str, np.ndarray]]) -> str:
     """SHA-256, in hexadecimal, of the bytes of every parameter, in name order."""
     digest = hashlib.sha256()
     for _, array in sorted(parameters, key=lambda item: item[0]):
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
