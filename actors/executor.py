@@ -13,8 +13,8 @@ import numpy as np
 
 from htsrl import envs
 from htsrl.actors.mailbox import STOP
-from htsrl.actors.ports import ExecutorPorts
-from htsrl.actors.reports import EnvironmentFault, reported, send_ready
+from htsrl.actors.ports import ExecutorPorts, Lines
+from htsrl.actors.reports import EnvironmentFault, reported, send_ready, send_unreproducible
 from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.rng import episode_seed
 from htsrl.storage.episodes import EpisodeLog
@@ -30,7 +30,7 @@ def run_executor(ports: ExecutorPorts) -> None:
         own_groups = ports.layout.executor_groups[ports.index]
         replicas = [Replica(n, ports) for n in columns]
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
-        last_obs = [replica.start(log) for replica, log in zip(replicas, ports.logs)]
+        last_obs = [bring_up(replica, log, ports.lines) for replica, log in zip(replicas, ports.logs)]
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
         to_env = action_converter(ports.spec.action)
@@ -160,6 +160,18 @@ class Replica:
                 "action": None if action is None else np.asarray(action).tolist(),
             }
         )
+
+
+def bring_up(replica: Replica, log: EpisodeLog, lines: Lines) -> np.ndarray:
+    """Put a replica where its log says; returns the observation there.
+
+    An environment that does not repeat itself is reported, and begins a new episode.
+    """
+    obs = replica.start(log)
+    if log.last_obs is None or obs.tobytes() == log.last_obs.tobytes():
+        return obs
+    send_unreproducible(lines, replica.column)
+    return np.array(replica.reset(), replica.spec.observation_dtype)
 
 
 def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[np.ndarray], list]) -> None:

@@ -45,6 +45,11 @@ def send_ready(lines: Lines, **facts: Any) -> None:
     _send(lines, {"kind": "ready"} | facts)
 
 
+def send_unreproducible(lines: Lines, replica: int) -> None:
+    """Tell the run that a replay led elsewhere, and that this replica begins a new episode."""
+    _send(lines, {"kind": "unreproducible", "replica": replica})
+
+
 def _send(lines: Lines, report: dict[str, Any]) -> None:
     lines.reports.send_bytes(json.dumps(report, default=str).encode())
 

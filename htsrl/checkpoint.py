@@ -18,7 +18,7 @@ import safetensors
 from safetensors.numpy import save
 
 from htsrl.errors import ConfigError
-from htsrl.rundir import write_atomically
+from htsrl.rundir import CHECKPOINTS, write_atomically
 
 FORMAT = 1
 _SUFFIX = ".safetensors"
@@ -45,14 +45,19 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     A temporary file is written, synced and renamed, so that a checkpoint is either whole or absent.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = json.dumps(checkpoint.state, sort_keys=True)
-    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(checkpoint.tensors, state)}
-    data = save({name: np.require(array, requirements="C") for name, array in checkpoint.tensors.items()}, metadata)
     path = folder / f"steps-{checkpoint.state['steps']:012d}{_SUFFIX}"
-    write_atomically(path, data)
+    write_checkpoint(path, checkpoint)
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink()
     return path
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write one file, whole or not at all."""
+    state = json.dumps(checkpoint.state, sort_keys=True)
+    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(checkpoint.tensors, state)}
+    arrays = {name: np.require(array, requirements="C") for name, array in checkpoint.tensors.items()}
+    write_atomically(path, save(arrays, metadata))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -88,7 +93,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    found = list_checkpoints(run_dir / "checkpoints")
+    found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         raise ConfigError(
             f"{run_dir} holds no checkpoint; a run writes one at its end and every --checkpoint-every steps"

@@ -31,6 +31,7 @@ Try first:
 
 Commands:
   train    train a policy
+  resume   continue a run that was stopped, bit for bit
   eval     play episodes with a trained policy
   plot     draw the learning curves of one run or several
   doctor   what is installed, what is missing, and the command that gets it
@@ -54,6 +55,21 @@ Examples:
   htsrl train --config my_experiment.toml --learning-rate 1e-4
 
 Ctrl-C ends a run with a checkpoint; pressed once more, it ends at once."""
+
+
+RESUME_HELP = """\
+usage: htsrl resume RUN_DIR [options]
+
+Continue a run that was interrupted, that failed, or whose machine went down, from its
+newest checkpoint, to the same end: the same bits as if it had never stopped.
+
+Options are those of `htsrl train` that don't change results:
+  --num-executors N|auto, --num-actors N, --envs-per-group N|auto
+  --checkpoint-every STEPS, --keep-checkpoints N
+  --eval-every STEPS, --eval-episodes N, --[no-]eval-stochastic
+  --[no-]tensorboard, --progress auto|live|plain|none
+With --fork, a new run begins from the newest weights, and every option may change:
+  htsrl resume RUN_DIR --fork --total-steps 2e6 --learning-rate 1e-4"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,6 +125,31 @@ def _train(arguments: list[str]) -> int:
     from htsrl.training import train
 
     return INTERRUPTED if train(config).interrupted else 0
+
+
+def _resume(arguments: list[str]) -> int:
+    from htsrl import flags
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(RESUME_HELP)
+        return 0
+    run_dir, *rest = arguments
+    if run_dir.startswith("-"):
+        raise ConfigError("the run's folder comes first: htsrl resume RUN_DIR [options]")
+    forks = "--fork" in rest
+    given = flags.parse([argument for argument in rest if argument != "--fork"])
+    if given.config_file:
+        raise ConfigError("--config is for `htsrl train`; a run is resumed with its own configuration")
+
+    from htsrl.training import fork, resume
+
+    if forks:
+        return INTERRUPTED if fork(Path(run_dir), given.layer()).interrupted else 0
+    result = resume(Path(run_dir), given.layer())
+    if result is None:
+        print(f"{run_dir} has finished already; nothing to do")
+        return 0
+    return INTERRUPTED if result.interrupted else 0
 
 
 def _eval(arguments: list[str]) -> int:
@@ -186,7 +227,13 @@ def _doctor(arguments: list[str]) -> int:
     return run_doctor(json=given.json)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _eval, "plot": _plot, "doctor": _doctor}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "resume": _resume,
+    "eval": _eval,
+    "plot": _plot,
+    "doctor": _doctor,
+}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -58,6 +58,8 @@ class Crew:
         self._changed = threading.Condition()
         self._failure: RunFailed | None = None
         self._stopping = False
+        self.unreproducible: list[int] = []
+        """Replicas whose replay led elsewhere: they began a new episode instead."""
 
         # All edges of the process graph
         to_executor = [mailbox() for _ in range(layout.num_executors)]
@@ -198,6 +200,8 @@ class Crew:
             return
         if report["kind"] == "ready":
             child.ready = True
+        elif report["kind"] == "unreproducible":
+            self.unreproducible.append(report["replica"])
         elif self._failure is None:
             self._failure = _failure(report, self._spec)
 

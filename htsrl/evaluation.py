@@ -217,23 +217,37 @@ class Evaluator:
         self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
         report.close()
         requests.close()
-        self._pending = 0
+        self._waiting: dict[int, dict[str, np.ndarray]] = {}  # parameters by steps, in the order of their requests
         self._arrived: list[dict[str, float]] = []
 
     def request(self, steps: int, parameters: dict[str, np.ndarray]) -> None:
         """Evaluate ``parameters``; ``steps`` is when."""
-        while self._pending >= self.MOST_PENDING:
+        while len(self._waiting) >= self.MOST_PENDING:
             self._hear()
         self._requests.send_bytes(json.dumps(steps).encode())
         self._requests.send_bytes(safetensors.numpy.save(parameters))
-        self._pending += 1
+        self._waiting[steps] = parameters
 
     def results(self, wait: bool = False) -> list[dict[str, float]]:
         """Evaluations that have arrived since the last call; ``wait`` for all that were requested."""
-        while self._pending and (wait or self._reports.poll()):
+        while self._waiting and (wait or self._reports.poll()):
             self._hear()
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    def pending(self) -> dict[str, np.ndarray]:
+        """Parameters whose evaluation has not arrived, for a checkpoint: ``evaluation/STEPS/NAME``."""
+        waiting = self._waiting.items()
+        return {f"evaluation/{steps}/{name}": array for steps, named in waiting for name, array in named.items()}
+
+    def restore(self, pending: dict[str, np.ndarray]) -> None:
+        """Request again what :meth:`pending` returned (without its first prefix)."""
+        requests: dict[int, dict[str, np.ndarray]] = {}
+        for key, array in pending.items():
+            steps, name = key.split("/", 1)
+            requests.setdefault(int(steps), {})[name] = array
+        for steps in sorted(requests):
+            self.request(steps, requests[steps])
 
     def stop(self) -> None:
         """End the process."""
@@ -250,5 +264,5 @@ class Evaluator:
             raise RunFailed("the evaluator ended without a word") from None
         if report.pop("kind") != "evaluation":
             raise RunFailed(f"the evaluation failed:\n{report['traceback']}")
-        self._pending -= 1
+        del self._waiting[int(report["steps"])]
         self._arrived.append(report)

@@ -6,11 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from htsrl.rundir import plain
+from htsrl.rundir import EVALUATIONS, METRICS, plain, write_atomically
 
 
 class JsonLines:
@@ -65,6 +65,24 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None:
+    """Take a run's log files back to the start of ``interval``, when ``steps`` had been made.
+
+    ``repeated`` are the steps of evaluations that will be made again.
+
+    TensorBoard's files are removed: the reporter writes them again from the other two.
+    """
+    kept: dict[str, Callable[[dict[str, Any]], bool]] = {
+        METRICS: lambda record: record["interval"] < interval,
+        EVALUATIONS: lambda record: record["steps"] <= steps and record["steps"] not in repeated,
+    }
+    for name, keep in kept.items():
+        records = [record for record in read_json_lines(run_dir / name) if keep(record)]
+        write_atomically(run_dir / name, "".join(json.dumps(record) + "\n" for record in records).encode())
+    for events in run_dir.glob("events.out.tfevents.*"):
+        events.unlink()
 
 
 class TensorBoard:

@@ -9,7 +9,7 @@ from typing import Any
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.logfiles import JsonLines, TensorBoard
+from htsrl.logfiles import JsonLines, TensorBoard, read_json_lines
 from htsrl.rundir import EVALUATIONS, METRICS, RESULT, plain, update_result
 from htsrl.terminal import Board, QuietView, View, evaluation_line, facts_line, greeting, last_lines, make_view
 
@@ -29,6 +29,7 @@ class Reporter:
         }
         if config.output.tensorboard:
             self._files[EVENTS] = TensorBoard(run_dir)
+            self._draw_past()  # of a resumed run
         self._board = Board(config, spec.has_score, spec.frame_skip)
         self._view: View = make_view(config.output.progress, self._board)
         self._show(lambda: self._view.greet(greeting(config, run_dir)))
@@ -52,7 +53,7 @@ class Reporter:
         numbers = plain(dict(record))
         self._board.evaluation = numbers
         self._append(EVALUATIONS, numbers)
-        self._append(EVENTS, {name if name == "steps" else f"eval/{name}": value for name, value in numbers.items()})
+        self._append(EVENTS, evaluation_scalars(numbers))
         line = evaluation_line(numbers)
         self._show(lambda: self._view.evaluation(line))
 
@@ -76,6 +77,13 @@ class Reporter:
             with contextlib.suppress(OSError):
                 file.close()
 
+    def _draw_past(self) -> None:
+        """Write what the run's files hold already as TensorBoard events."""
+        for record in read_json_lines(self._run_dir / METRICS):
+            self._append(EVENTS, record)
+        for record in read_json_lines(self._run_dir / EVALUATIONS):
+            self._append(EVENTS, evaluation_scalars(record))
+
     def _append(self, name: str, record: dict[str, Any]) -> None:
         file = self._files.get(name)
         if file is None:
@@ -95,3 +103,8 @@ class Reporter:
 
 def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
+
+
+def evaluation_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation's numbers under the names that TensorBoard shows."""
+    return {name if name == "steps" else f"eval/{name}": value for name, value in record.items()}

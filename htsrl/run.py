@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from htsrl import determinism, envs, processes, rng
-from htsrl.checkpoint import Checkpoint, save_checkpoint
+from htsrl.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.crew import Crew
 from htsrl.envs.spec import EnvSpec
@@ -30,12 +30,15 @@ from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
 from htsrl.report import Reporter
 from htsrl.resolve import layout_for
+from htsrl.rundir import CHECKPOINTS, INITIAL
 from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields
 from htsrl.storage.memory import Arena, total_bytes
 
 RECENT_EPISODES = 100
+# Without --checkpoint-every, this often by the clock: results don't depend on when checkpoints are written.
+CHECKPOINT_SECONDS = 60.0
 STAND_FIELDS = ("episode", "episode_steps", "episode_reward", "reset_pending")
 
 
@@ -92,6 +95,8 @@ class Run:
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
         self.progress = Progress()
+        self.reproducible = True
+        self.saved_at = time.monotonic()
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, actions=no_actions) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
@@ -102,8 +107,11 @@ class Run:
         self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
         self.storages = [self.arena.views("even"), self.arena.views("odd")]
         self.control = self.arena.views("control")
+        if checkpoint is None and (run_dir / INITIAL).exists():
+            self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
         if checkpoint is not None:
             self.progress = Progress.restored(checkpoint)
+            self.reproducible = checkpoint.state["reproducible"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
             for name in STAND_FIELDS:
@@ -115,6 +123,8 @@ class Run:
         processes.preload(envs.module_of(config.env))
         self.crew = Crew(config, spec, self.layout, self.arena, config.runtime.device, logs)
         self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
+        if self.evaluator is not None and checkpoint is not None:
+            self.evaluator.restore(checkpoint.group("evaluation"))
         self.result: Result
 
     def __enter__(self) -> Run:
@@ -131,6 +141,7 @@ class Run:
     def train(self, stop: threading.Event) -> None:
         """Run intervals until the budget is spent or ``stop`` is set."""
         self.crew.await_ready()
+        self.restart_unreproducible()
         self.reporter.start(self.facts())
         self.clock = time.perf_counter() - self.progress.seconds
         hts = self.config.runtime.schedule == "hts"
@@ -204,7 +215,10 @@ class Run:
         progress.returns.extend(storage.episode_return.T[ended].tolist())
         progress.scores.extend(storage.episode_score.T[ended].tolist() if self.spec.has_score else ())
         self.stands = {name: getattr(self.control, name).copy() for name in STAND_FIELDS}
-        self.checkpoint_due = crossed(self.config.output.checkpoint_every, before, progress.steps)
+        every = self.config.output.checkpoint_every
+        self.checkpoint_due = (
+            crossed(every, before, progress.steps) if every else time.monotonic() - self.saved_at > CHECKPOINT_SECONDS
+        )
         self.evaluation_due = crossed(self.config.output.eval_every, before, progress.steps)
         record = {
             "interval": j,
@@ -242,15 +256,19 @@ class Run:
         for evaluation in self.evaluator.results():
             self.reporter.evaluation(evaluation)
 
-    def save_checkpoint(self, storage: Any) -> Path:
+    def save_checkpoint(self, storage: Any, finished: bool = False) -> Path:
         """Write the checkpoint for the start of the next interval; ``storage`` is the one before it, consumed."""
+        self.saved_at = time.monotonic()
         progress, learner = self.progress, self.learner
         tensors = {
             **learner.tensors(),
             **{f"episodes/{n}": self.episode_logs.actions(n) for n in range(self.N)},
+            **(self.evaluator.pending() if self.evaluator is not None else {}),
             "last_obs": storage.obs[-1],
         }
         state = {
+            "finished": finished,
+            "reproducible": self.reproducible,
             "interval": progress.interval,
             "version": learner.version,
             "steps": progress.steps,
@@ -261,21 +279,22 @@ class Run:
             "scores": list(progress.scores),
             "replicas": {name: array.tolist() for name, array in self.stands.items()},
             "config": self.config.model_dump(mode="json"),
-            "versions": self.spec.versions | {"htsrl": version("htsrl")},
+            "versions": self.spec.versions,
+            "htsrl": version("htsrl"),
             "fingerprint": determinism.fingerprint(
                 int(self.config.runtime.learner_threads), self.config.runtime.device
             ),
         }
         checkpoint = Checkpoint(tensors, state)
-        return save_checkpoint(self.run_dir / "checkpoints", checkpoint, self.config.output.keep_checkpoints)
+        return save_checkpoint(self.run_dir / CHECKPOINTS, checkpoint, self.config.output.keep_checkpoints)
 
     def finish(self, interrupted: bool) -> None:
         """Write the last checkpoint and the result."""
         progress = self.progress
-        path = self.save_checkpoint(self.storages[(progress.interval - 1) % 2])
         if self.evaluator is not None:
             for evaluation in self.evaluator.results(wait=True):
                 self.reporter.evaluation(evaluation)
+        path = self.save_checkpoint(self.storages[(progress.interval - 1) % 2], finished=not interrupted)
         progress.seconds = time.perf_counter() - self.clock
         values = {
             "steps": progress.steps,
@@ -287,13 +306,27 @@ class Run:
             "episode_return_mean": mean(progress.returns),
             "parameters_sha256": parameters_digest(self.learner.named(self.learner.newest).items()),
             "trajectory_sha256": progress.trajectory.hex(),
-            "reproducible": True,
+            "reproducible": self.reproducible,
             "recovered": 0,
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
         self.result = Result(self.run_dir, interrupted, values)
         self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
+
+    def restart_unreproducible(self) -> None:
+        """Take note of replicas that could not be brought back to where they stood, and began a new episode."""
+        if not self.crew.unreproducible:
+            return
+        replicas = ", ".join(map(str, self.crew.unreproducible))
+        self.reporter.note(
+            f"{self.spec.env_id} does not repeat itself: replaying seed and actions led to another observation "
+            f"(replicas {replicas}); these begin a new episode, and this run is marked as not reproducible"
+        )
+        self.reproducible = False
+        for n in self.crew.unreproducible:
+            self.episode_logs.restart(n)
+        self.crew.unreproducible.clear()
 
     def facts(self) -> dict[str, str]:
         """What to show once at the start."""
@@ -316,7 +349,7 @@ def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
             episode=replicas["episode"][n],
             actions=actions[str(n)],
             reset_pending=replicas["reset_pending"][n],
-            last_obs=checkpoint.tensors["last_obs"][n],
+            last_obs=checkpoint.tensors["last_obs"][n] if checkpoint.state["interval"] else None,
         )
         for n in range(N)
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+INITIAL = "initial.safetensors"  # the weights from which a forked run began
 
 
 def create_run_dir(config: AnyConfig) -> Path:
@@ -58,6 +62,23 @@ def require_run(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} is not a folder" if run_dir.exists() else f"{run_dir}: no such folder")
     if not (run_dir / CONFIG).is_file():
         raise ConfigError(f"{run_dir} is not the folder of a run: it has no {CONFIG}")
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Hold a run's folder while training into it; the system lets go of it however this process ends.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"another process is training in {run_dir}; wait for it, or stop it first") from None
+    finally:
+        os.close(folder)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -93,6 +93,21 @@ def resolve(layers: Sequence[Layer]) -> AnyConfig:
         raise ConfigError("\n".join(faults)) from None
 
 
+def overlay(config: AnyConfig, changes: Layer) -> AnyConfig:
+    """``config`` with ``changes`` on top, validated.
+
+    Raises:
+        ConfigError: a change is unknown or has a value that it can't have.
+    """
+    return resolve([Layer(flat(config), lambda name: name), changes])
+
+
+def flat(config: AnyConfig) -> dict[str, Any]:
+    """Every setting of ``config`` by name."""
+    places = catalogue(type(config)).items()
+    return {name: getattr(getattr(config, section) if section else config, name) for name, section in places}
+
+
 def catalogue(config_class: type[Config[Any, Any]]) -> dict[str, str | None]:
     """Every setting of ``config_class`` by name, with its section; None for the keys above all sections."""
     names: dict[str, str | None] = dict.fromkeys(TOP)

@@ -312,6 +312,8 @@ def last_lines(result: Mapping[str, Any], config: AnyConfig, run_dir: Path) -> l
     if result.get("reproducible") is False:
         lines.append("not reproducible: the environment did not repeat what it did before")
     lines.append(f"checkpoint: {result.get('checkpoint', run_dir / CHECKPOINTS)}")
+    if result.get("interrupted"):
+        lines.append(f"go on: htsrl resume {shlex.quote(str(run_dir))}")
     lines.append(f"evaluate it: htsrl eval {shlex.quote(str(run_dir))}")
     return lines
 

@@ -1,4 +1,4 @@
-"""Train a policy: the entry points of a run."""
+"""Train a policy: start a run, or resume one so that it is the same run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,31 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from htsrl import determinism, envs
+from htsrl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint, write_checkpoint
 from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.errors import ConfigError
+from htsrl.logfiles import rewind
+from htsrl.models import FlatParameters, build_model
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.run import Result, Run
-from htsrl.rundir import create_run_dir
-from htsrl.tomlfile import save_config
+from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, alone_in, create_run_dir, require_run
+from htsrl.settings import Layer, flat, overlay
+from htsrl.tomlfile import load_config, save_config
+
+# Settings that no bit of a run's results depends on: a resumed run may change them.
+FREE_SETTINGS = frozenset(
+    {
+        "num_executors", "num_actors", "envs_per_group",
+        "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
+        "tensorboard", "progress",
+    }
+)  # fmt: skip
 
 
 def train(config: AnyConfig) -> Result:
@@ -26,15 +43,127 @@ def train(config: AnyConfig) -> Result:
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     run_dir = create_run_dir(config)
-    save_config(config, run_dir / "config.toml")
+    save_config(config, run_dir / CONFIG)
+    return _execute(config, spec, run_dir, None)
+
+
+def resume(run_dir: Path, changes: Layer) -> Result | None:
+    """Continue a run to its end, bit for bit as if it had never stopped; None if it has already finished.
+
+    Args:
+        run_dir: folder of a run that was interrupted, that failed, or whose machine went down.
+        changes: settings that may differ from the run's own, see FREE_SETTINGS.
+
+    Raises:
+        ConfigError: the folder is not a run's, or a change would change results.
+        RunFailed: as :func:`train`.
+    """
+    require_run(run_dir)
+    before = load_config(run_dir / CONFIG)
+    config = overlay(before, changes)
+    refuse_changed_results(before, config, changes)
+    spec = envs.describe(config.env, config.environment)
+    config = resolve(config, spec)
+    checkpoint, damaged = last_good_checkpoint(run_dir)
+    notes = [f"{reason}; going on from the one before it" for reason in damaged]
+    if checkpoint is None:
+        notes.append("there is no checkpoint yet: starting over")
+    else:
+        if checkpoint.state["finished"]:
+            return None
+        refuse_changed_environment(checkpoint, spec)
+        differences = changed_fingerprint(checkpoint, config)
+        if differences:
+            notes.append(f"not the same machine or packages as before ({differences}): bits may differ from here on")
+            checkpoint = replace(checkpoint, state=checkpoint.state | {"reproducible": False})
+    with alone_in(run_dir):
+        if checkpoint is None:
+            rewind(run_dir, 0, 0, frozenset())
+        else:
+            repeated = {int(name.split("/")[0]) for name in checkpoint.group("evaluation")}
+            rewind(run_dir, checkpoint.state["interval"], checkpoint.state["steps"], repeated)
+    return _execute(config, spec, run_dir, checkpoint, notes)
+
+
+def fork(source: Path, changes: Layer) -> Result:
+    """Start a new run, with any settings, from the newest weights of another run.
+
+    Raises:
+        ConfigError: as :func:`resume`, or the weights don't fit the new run's network.
+    """
+    require_run(source)
+    config = overlay(load_config(source / CONFIG), Layer({"run_dir": None, **changes.values}, changes.spell))
+    spec = envs.describe(config.env, config.environment)
+    config = resolve(config, spec)
+    weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
+    try:
+        FlatParameters(build_model(spec, config.network, config.seed)).load(weights)
+    except ValueError as error:
+        raise ConfigError(f"the weights of {source} don't fit the new run's network: {error}") from None
+    run_dir = create_run_dir(config)
+    named = {f"parameters/{name}": array for name, array in weights.items()}
+    write_checkpoint(run_dir / INITIAL, Checkpoint(named, {"forked_from": str(source)}))
+    save_config(config, run_dir / CONFIG)
+    return _execute(config, spec, run_dir, None)
+
+
+def _execute(
+    config: AnyConfig, spec: EnvSpec, run_dir: Path, checkpoint: Checkpoint | None, notes: list[str] | None = None
+) -> Result:
+    """Run from ``checkpoint``, or from the beginning, to the end."""
     determinism.enable(threads=int(config.runtime.learner_threads))
-    with (
-        closing(Reporter(config, spec, run_dir)) as reporter,
-        Run(config, spec, run_dir, reporter) as run,
-        interrupts() as stop,
-    ):
-        run.train(stop)
-        return run.result
+    with alone_in(run_dir), closing(Reporter(config, spec, run_dir)) as reporter:
+        for note in notes or ():
+            reporter.note(note)
+        with Run(config, spec, run_dir, reporter, checkpoint) as run, interrupts() as stop:
+            run.train(stop)
+            return run.result
+
+
+def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that can be read, and what is wrong with the newer ones."""
+    damaged = []
+    for path in reversed(list_checkpoints(run_dir / CHECKPOINTS)):
+        try:
+            return load_checkpoint(path), damaged
+        except ConfigError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def refuse_changed_results(before: AnyConfig, after: AnyConfig, changes: Layer) -> None:
+    """Refuse changes of settings that results depend on."""
+    old, new = flat(before), flat(after)
+    changed = [changes.spell(name) for name in old if name not in FREE_SETTINGS and old[name] != new[name]]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)} would change the results of this run; leave it out, or start a new run from these "
+            "weights with --fork"
+        )
+
+
+def refuse_changed_environment(checkpoint: Checkpoint, spec: EnvSpec) -> None:
+    """Refuse an environment whose package is not the one that the run began with."""
+    before, now = checkpoint.state["versions"], spec.versions
+    changed = [
+        f"{name} {before.get(name, 'none')} then, {now.get(name, 'none')} now"
+        for name in sorted(before | now)
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"the environment is not the same as when the run was stopped ({'; '.join(changed)}): install that version "
+            "again, or start a new run from these weights with --fork"
+        )
+
+
+def changed_fingerprint(checkpoint: Checkpoint, config: AnyConfig) -> str:
+    """What of the machine and the numerical packages differs from when ``checkpoint`` was written."""
+    before = checkpoint.state["fingerprint"]
+    now = determinism.fingerprint(int(config.runtime.learner_threads), config.runtime.device)
+    return ", ".join(
+        f"{name} {before.get(name)} then, {now[name]} now" for name in now if before.get(name) != now[name]
+    )
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def accumulate_gradient(
     """
     gradient(parameters).zero_()
     terms: list[torch.Tensor] = []
-    for piece in rows.pieces(piece_rows(batch.obs)):
+    for piece in rows.pieces(piece_rows(model.row_bytes, batch.obs.device)):
         params, value = model(batch.obs.index_select(0, piece.index))
         scalar, piece_terms = loss(params, value, piece)
         scalar.backward()

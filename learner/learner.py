@@ -41,8 +41,12 @@ class Learner:
     def warm_up(self) -> None:
         """The first interval has nothing to learn from: θ_1 = θ_0."""
         if self.lag:
-            self.behaviour = self.newest.clone()
             self.version += 1
+
+    def start_from(self, weights: dict[str, np.ndarray]) -> None:
+        """Use these parameters, by name, as θ_0."""
+        self.parameters.load(weights)
+        self.newest = self.behaviour = self.parameters.vector.clone()
 
     def learn(self, storage: Any, progress: float) -> dict[str, float]:
         """Make θ_{version+1} from one full storage; returns the algorithm's metrics.

@@ -11,9 +11,9 @@ import torch
 from htsrl.learner import returns
 from htsrl.learner.rollout import Rollout
 
-# A forward and backward pass reads at most this many bytes of float32 observations at once. On the CPU larger
-# blocks leave the allocator for the kernel each time and cost a page fault per 4 KiB (8 to 15 % of a CNN's update);
-# on a GPU it only bounds memory. Part of what decides a run's bits.
+# No tensor of a forward and backward pass is larger than this. On the CPU the allocator gives blocks beyond 32 MiB back
+# to the kernel each time, and each time they cost a page fault per 4 KiB (8 to 20 % of a CNN's update); on a GPU the
+# bound is for memory alone. The pieces are part of what decides a run's bits.
 PIECE_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
 
 
@@ -111,6 +111,6 @@ def deal(rows: np.ndarray, minibatches: int, size: int) -> tuple[np.ndarray, np.
     return index, weight.astype(np.float32)
 
 
-def piece_rows(obs: torch.Tensor) -> int:
-    """Rows of ``obs`` [rows, ...] that one forward and backward pass may take."""
-    return max(1, PIECE_BYTES[obs.device.type] // (4 * obs[0].numel()))
+def piece_rows(row_bytes: int, device: torch.device) -> int:
+    """Rows that one forward and backward pass may take, where a row becomes a tensor of up to ``row_bytes``."""
+    return max(1, PIECE_BYTES[device.type] // row_bytes)

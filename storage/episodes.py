@@ -44,3 +44,7 @@ class EpisodeLogs:
         """[L, *A] the actions of replica n's current episode, up to the last barrier."""
         self._pieces[n] = [np.concatenate(self._pieces[n])]
         return self._pieces[n][0]
+
+    def restart(self, n: int) -> None:
+        """Replica n has begun a new episode."""
+        self._pieces[n] = [self._pieces[n][0][:0]]

@@ -158,6 +158,19 @@ def test_initial_parameters_depend_on_the_seed_alone():
     assert sha(build_model(spec, options, 4)) != first
 
 
+@pytest.mark.parametrize(
+    ("spec", "name", "floats"),
+    [
+        (vector_spec(size=300), "mlp", 300),
+        (vector_spec(), "mlp", 64),
+        (image_spec(84, 84, 4), "nature", 84 * 84 * 4),
+        (image_spec(84, 84, 4), "impala", 84 * 84 * 16),
+    ],
+)
+def test_the_widest_row_is_known(spec, name, floats):
+    assert build_model(spec, NetworkOptions(network=name), 0).row_bytes == 4 * floats
+
+
 def test_auto_goes_by_the_observations():
     assert isinstance(build_model(vector_spec(), NetworkOptions(), 0).trunk, nn.Flatten)
     for shape in ((84, 84, 4), (72, 96, 16)):

@@ -145,16 +145,16 @@ def test_rows_that_are_no_transitions_do_not_leak(garbage):
 
 
 def test_nothing_reaches_back_over_an_end():
-    case = random_case(5, 10, 3, 0.0)
+    case = random_case(5, 10, 4, 0.0)
     reward, terminated, truncated, valid, value = case
-    terminated[4, 0] = truncated[4, 1] = 1.0
-    valid[5, 1] = 0.0
+    terminated[4, 0] = truncated[4, 1] = truncated[4, 2] = 1.0
+    valid[5, 1] = 0.0  # the flag alone must do in replica 2
     first = advantages(*case, 0.99, 0.95)
     reward[5:] += 100.0
     value[6:] += 100.0
     second = advantages(*case, 0.99, 0.95)
-    np.testing.assert_array_equal(first[:5, :2], second[:5, :2])
-    assert (first[:5, 2] != second[:5, 2]).all()
+    np.testing.assert_array_equal(first[:5, :3], second[:5, :3])
+    assert (first[:5, 3] != second[:5, 3]).all()
 
 
 def test_arguments_stay_as_they_are():

@@ -12,7 +12,7 @@ from htsrl.errors import ConfigError
 from htsrl.models.custom import custom_network
 from htsrl.models.flat import FlatParameters
 from htsrl.models.heads import Head, make_head
-from htsrl.models.networks import ActorCritic, impala_cnn, mlp, nature_cnn
+from htsrl.models.networks import ActorCritic, blank_observations, impala_cnn, mlp, nature_cnn, widest_row
 from htsrl.rng import Stream, torch_generator
 
 __all__ = ["ActorCritic", "FlatParameters", "Head", "build_model", "make_head"]
@@ -30,9 +30,11 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return build(spec, make_head(spec.action), options, torch_generator(seed, Stream.INITIALISATION))
+        model = build(spec, make_head(spec.action), options, torch_generator(seed, Stream.INITIALISATION))
+        model.row_bytes = widest_row(model, blank_observations(spec))
     finally:
         torch.set_num_threads(threads)
+    return model
 
 
 def _choose(spec: EnvSpec, options: NetworkOptions) -> Callable[..., ActorCritic]:

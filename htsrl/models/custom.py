@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +15,7 @@ from htsrl.config import NetworkOptions
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.models.heads import Head
-from htsrl.models.networks import ActorCritic, on_trunk
-
-_ROWS = 4
+from htsrl.models.networks import ActorCritic, blank_observations, on_trunk
 
 
 def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
@@ -42,12 +39,12 @@ def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torc
 
 def _features(trunk: nn.Module, spec: EnvSpec) -> int:
     """F, found by trying some rows."""
-    obs = torch.from_numpy(np.zeros((_ROWS, *spec.observation_shape), spec.observation_dtype))
+    obs = blank_observations(spec)
     with torch.no_grad():
         out = trunk(obs)
-    if out.dtype != torch.float32 or out.dim() != 2 or len(out) != _ROWS:
+    if out.dtype != torch.float32 or out.dim() != 2 or len(out) != len(obs):
         raise ValueError(
-            f"it must turn {_ROWS} observations {list(obs.shape)} into float32 features [{_ROWS}, F], "
+            f"it must turn {len(obs)} observations {list(obs.shape)} into float32 features [{len(obs)}, F], "
             f"not {out.dtype} {list(out.shape)}"
         )
     return out.shape[1]

@@ -42,6 +42,8 @@ class ActorCritic(nn.Module):
         self.trunk = trunk
         self.policy = policy
         self.value = value
+        self.row_bytes = 0
+        """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian):
             self.log_std = nn.Parameter(torch.full((head.dimensions,), float(initial_log_std)))
@@ -107,6 +109,27 @@ def on_trunk(trunk: nn.Module, features: int, head: Head, options: NetworkOption
     """A linear policy and a linear value function on the [B, ``features``] that ``trunk`` makes of observations."""
     policy = linear(features, head.output_size, POLICY_GAIN, rng)
     return ActorCritic(head, trunk, policy, linear(features, 1, VALUE_GAIN, rng), options.initial_log_std)
+
+
+def blank_observations(spec: EnvSpec) -> torch.Tensor:
+    """A few observations [B, *obs] of zeros, to see what a network makes of them."""
+    return torch.from_numpy(np.zeros((4, *spec.observation_shape), spec.observation_dtype))
+
+
+def widest_row(model: ActorCritic, obs: torch.Tensor) -> int:
+    """Bytes per row of the widest output of any module of ``model`` for ``obs`` [B, *obs]."""
+    sizes = [obs[0].numel() * 4]
+
+    def note(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            sizes.append(output.numel() * output.element_size() // len(obs))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    with torch.no_grad():
+        model(obs)
+    for hook in hooks:
+        hook.remove()
+    return max(sizes)
 
 
 # --------------------------------------------------------------------------------------------------------- the parts

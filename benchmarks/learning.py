@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""Learning curves: trains the recorded tasks under each schedule and seed, evaluates the end, keeps the curves.
+
+    python benchmarks/learning.py                                      # every task
+    python benchmarks/learning.py --task cartpole-ppo --seeds 0 --schedules hts
+
+Each run is ``htsrl train`` and then ``htsrl eval``. A finished run is written into ``learning-TASK.json`` at once and
+not done again, so the script may be interrupted and started anew. Exit status: 0 all thresholds reached, 1 not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from facts import ROOT, chosen, circumstances, number, run_main, save_json, table
+
+from htsrl import envs
+from htsrl.config import FAMILIES
+from htsrl.errors import ConfigError, RunFailed
+from htsrl.logfiles import read_json_lines
+
+SCHEDULES = ("hts", "sync")
+CURVE_COLUMNS = ("steps", "return", "score", "seconds")
+MOST_POINTS = 200
+RECENT = 100
+"""Episodes in the running mean that a curve shows; before so many have ended, it reaches nothing."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of the table of tasks. Settings that aren't named here are the preset's."""
+
+    env: str
+    algo: str
+    steps: int
+    measure: str
+    """'return' or 'score'."""
+    threshold: float
+    """What the final evaluation's mean must reach."""
+    milestones: tuple[float, ...]
+    """Levels of the running mean over training episodes whose first crossing is compared between schedules."""
+    stochastic: bool
+    """Whether evaluation samples actions: where the paper or the family's custom does."""
+
+
+TASKS = {
+    "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "football-empty-goal": Task(
+        "gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True
+    ),
+    "pendulum-ppo": Task("Pendulum-v1", "ppo", 300_000, "return", -250.0, (-1000.0, -500.0, -250.0), False),
+    "halfcheetah-ppo": Task("HalfCheetah-v5", "ppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
+    "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", default=list(TASKS), metavar="NAME", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--seeds", default="0,1,2", metavar="S,S", help="seeds (default: 0,1,2)")
+    parser.add_argument("--schedules", default="hts,sync", metavar="S,S", help="schedules (default: hts,sync)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR", help="for results")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "learning", metavar="DIR", help="for run folders")
+    parser.add_argument("--steps", type=int, metavar="N", help="another budget than the task's, for a try")
+    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="of the final evaluation (default: 100)")
+    parser.add_argument("--again", action="store_true", help="also do runs that the result file already holds")
+    given = parser.parse_args()
+
+    names = chosen(",".join(given.task), tuple(TASKS), "task")
+    schedules = chosen(given.schedules, SCHEDULES, "schedule")
+    try:
+        seeds = sorted({int(seed) for seed in given.seeds.split(",")})
+    except ValueError:
+        raise ConfigError(f"--seeds must be whole numbers with commas between them, got {given.seeds}") from None
+    for option, value in (("--steps", given.steps), ("--episodes", given.episodes), ("--seeds", min(seeds) + 1)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} must not be less than {0 if option == '--seeds' else 1}")
+    for name in names:
+        env = TASKS[name].env
+        envs.describe(env, FAMILIES[envs.family_of(env)]())  # refused before the first run, not after hours
+
+    failed = False
+    for name in names:
+        path = given.out / f"learning-{name}.json"
+        record = opened(path, name, given.steps or TASKS[name].steps, given.episodes)
+        for seed in seeds:
+            # Schedules alternate, so that a machine that drifts treats them alike
+            for schedule in schedules:
+                done = [run for run in record["runs"] if (run["seed"], run["schedule"]) == (seed, schedule)]
+                if done and not given.again:
+                    continue
+                run = trained(TASKS[name], name, seed, schedule, record, given.runs)
+                others = [each for each in record["runs"] if each not in done]
+                record["runs"] = sorted([*others, run], key=lambda each: (each["seed"], each["schedule"]))
+                record["comparison"] = comparison(record)
+                save_json(path, record)
+                plot(record, path.with_suffix(".png"))
+        print(f"\n{summary(record)}\n\n{path}", flush=True)
+        failed |= not all(run["passed"] for run in record["runs"])
+    return int(failed)
+
+
+def opened(path: Path, name: str, steps: int, episodes: int) -> dict[str, Any]:
+    """The task's record: the one in ``path``, or a new one.
+
+    Raises:
+        ConfigError: ``path`` holds runs of another budget, which can't stand in one table with these.
+    """
+    task = TASKS[name]
+    fresh = {
+        "task": name,
+        "env": task.env,
+        "algo": task.algo,
+        "steps": steps,
+        "measure": task.measure,
+        "threshold": task.threshold,
+        "milestones": list(task.milestones),
+        "evaluation": {"episodes": episodes, "stochastic": task.stochastic},
+        "curve_columns": list(CURVE_COLUMNS),
+        "curve": f"mean of the last {RECENT} training episodes, sampled actions",
+        "runs": [],
+    }
+    if not path.exists():
+        return fresh
+    record = json.loads(path.read_text())
+    for key in ("steps", "evaluation"):
+        if record[key] != fresh[key]:
+            raise ConfigError(f"{path} holds runs with {key} = {record[key]}, not {fresh[key]}; name another --out")
+    return record
+
+
+def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, Any], runs: Path) -> dict[str, Any]:
+    """Train and evaluate one run; returns its part of the record."""
+    run_dir = unused(runs / f"{name}-{schedule}-{seed}")
+    train = ["train", "--algo", task.algo, "--env", task.env, "--total-steps", str(record["steps"])]
+    train += ["--seed", str(seed), "--schedule", schedule, "--run-dir", str(run_dir), "--no-tensorboard"]
+    evaluate = ["eval", str(run_dir), "--episodes", str(record["evaluation"]["episodes"]), "--json"]
+    evaluate += ["--stochastic"] if task.stochastic else []
+    where = circumstances()
+    htsrl(train)
+    evaluation = json.loads(htsrl(evaluate, capture=True))
+    result = json.loads((run_dir / "result.json").read_text())
+    curve = curve_of(run_dir)
+    config = tomllib.loads((run_dir / "config.toml").read_text())
+    config.pop("output")
+    value = evaluation[f"{task.measure}_mean"]
+    reached = {f"{level:g}": steps_to_reach(curve, task.measure, level) for level in task.milestones}
+    return {
+        "seed": seed,
+        "schedule": schedule,
+        "value": value,
+        "passed": value is not None and value >= task.threshold,
+        "steps_to_reach": reached,
+        "curve_mean": curve_mean(curve, task.measure),
+        "evaluation": evaluation,
+        "result": {key: result[key] for key in result if key not in ("checkpoint", "evaluation")},
+        "commands": [" ".join(["htsrl", *words]) for words in (train, evaluate)],
+        **where,
+        "config": config,
+        "curve": [row[: len(CURVE_COLUMNS)] for row in thinned(curve)],
+    }
+
+
+def htsrl(arguments: list[str], capture: bool = False) -> str:
+    """Run the command line; returns what it printed, if captured.
+
+    Raises:
+        RunFailed: it ended with an error, which it has printed itself.
+    """
+    print(f"\n$ htsrl {' '.join(arguments)}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "htsrl", *arguments], stdout=subprocess.PIPE if capture else None, text=True
+    )
+    if done.returncode == 130:
+        raise KeyboardInterrupt
+    if done.returncode:
+        raise RunFailed(f"`htsrl {arguments[0]}` ended with status {done.returncode}")
+    return done.stdout or ""
+
+
+def unused(folder: Path) -> Path:
+    """``folder``, or it with a number behind it where that exists."""
+    candidates = (folder.with_name(f"{folder.name}-{k}" if k > 1 else folder.name) for k in range(1, 10_000))
+    return next(each for each in candidates if not each.exists())
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def curve_of(run_dir: Path) -> list[list[float | None]]:
+    """[intervals][steps, return, score, seconds, episodes] of a run; None for what is not known yet."""
+    keys = ("steps", "episode_return_mean", "score_mean", "seconds", "episodes")
+    return [[each.get(key) for key in keys] for each in read_json_lines(run_dir / "metrics.jsonl")]
+
+
+def steps_to_reach(curve: list[list[float | None]], measure: str, level: float) -> float | None:
+    """Steps at which the running mean of ``measure`` first was at least ``level``; None if never."""
+    column = CURVE_COLUMNS.index(measure)
+    for row in curve:
+        value, episodes = row[column], row[-1]
+        if value is not None and episodes is not None and episodes >= RECENT and value >= level:
+            return row[0]
+    return None
+
+
+def curve_mean(curve: list[list[float | None]], measure: str) -> float | None:
+    """The running mean averaged over the run's steps: the area under the curve, in the measure's own unit."""
+    column = CURVE_COLUMNS.index(measure)
+    total = weight = before = 0.0
+    for row in curve:
+        steps, value = row[0], row[column]
+        assert steps is not None
+        if value is not None:
+            total += value * (steps - before)
+            weight += steps - before
+        before = steps
+    return total / weight if weight else None
+
+
+def thinned(curve: list[list[float | None]]) -> list[list[float | None]]:
+    """At most MOST_POINTS rows of ``curve``, the last among them, evenly spread."""
+    stride = math.ceil(len(curve) / MOST_POINTS)
+    rows = curve[::-1][::stride][::-1] if stride else []
+    return [[None if value is None else round(value, 4) for value in row] for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+def comparison(record: dict[str, Any]) -> dict[str, Any]:
+    """Means over each schedule's seeds; those of steps to a milestone are None where one run never reached it."""
+    compared = {}
+    for schedule in SCHEDULES:
+        runs = [run for run in record["runs"] if run["schedule"] == schedule]
+        if not runs:
+            continue
+        compared[schedule] = {
+            "seeds": [run["seed"] for run in runs],
+            "value": mean([run["value"] for run in runs]),
+            "curve_mean": mean([run["curve_mean"] for run in runs]),
+            "steps_per_second": mean([run["result"]["steps_per_second"] for run in runs]),
+            "steps_to_reach": {
+                level: mean([run["steps_to_reach"][level] for run in runs]) for level in runs[0]["steps_to_reach"]
+            },
+        }
+    return compared
+
+
+def mean(values: list[float | None]) -> float | None:
+    """The mean; None where one of ``values`` is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def summary(record: dict[str, Any]) -> str:
+    """The task's runs as a table, and the schedules compared."""
+    measure, levels = record["measure"], [f"{level:g}" for level in record["milestones"]]
+    head = ["run", "seed", measure, "at least", "", "curve mean", *(f"steps to {level}" for level in levels), "steps/s"]
+    rows = [head]
+    for run in record["runs"]:
+        reached = [number(run["steps_to_reach"][level], 9) for level in levels]
+        rows.append(
+            [
+                f"{record['task']} {run['schedule']}",
+                str(run["seed"]),
+                number(run["value"]),
+                f"{record['threshold']:g}",
+                "pass" if run["passed"] else "miss",
+                number(run["curve_mean"]),
+                *(steps.partition(".")[0] for steps in reached),
+                number(run["result"]["steps_per_second"]),
+            ]
+        )
+    for schedule, means in record["comparison"].items():
+        reached = [number(means["steps_to_reach"][level], 9) for level in levels]
+        rows.append(
+            [
+                f"mean of {schedule}",
+                "",
+                number(means["value"]),
+                "",
+                "",
+                number(means["curve_mean"]),
+                *(steps.partition(".")[0] for steps in reached),
+                number(means["steps_per_second"]),
+            ]
+        )
+    return table(rows)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Draw every run's curve against steps and seconds, final evaluations as dots; needs matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ImportError:
+        print("no plot: matplotlib is missing (`pip install 'htsrl[plot]'`)")
+        return
+    measure = record["measure"]
+    value_column = CURVE_COLUMNS.index(measure)
+    colours = dict(zip(SCHEDULES, ("tab:blue", "tab:orange")))
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, unit in zip(panels, ("steps", "seconds")):
+        column = CURVE_COLUMNS.index(unit)
+        named = set()
+        for run in record["runs"]:
+            points = [row for row in run["curve"] if row[value_column] is not None]
+            colour, schedule = colours[run["schedule"]], run["schedule"]
+            panel.plot(
+                [row[column] for row in points],
+                [row[value_column] for row in points],
+                color=colour,
+                linewidth=1.3,
+                alpha=0.8,
+                label=None if schedule in named else schedule,
+            )
+            named.add(schedule)
+            panel.plot([run["result"][unit]], [run["value"]], "o", color=colour, markersize=5)
+        panel.axhline(record["threshold"], color="0.5", linewidth=0.8, linestyle="--")
+        panel.set_xlabel(f"environment {unit}" if unit == "steps" else unit)
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels[0].set_ylabel(f"{measure}, mean of the last {RECENT} episodes")
+    panels[0].legend(frameon=False)
+    count = record["evaluation"]["episodes"]
+    figure.suptitle(f"{record['algo']} on {record['env']} (dots: {count} evaluation episodes at the end)", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,190 @@
+"""How fast a workload could possibly be here: the cost of each part alone, and the model of the barrier."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from workloads import Workload, workload
+
+from htsrl import determinism, envs
+from htsrl.actors.executor import action_converter
+from htsrl.actors.inference import InferenceBatch, invariant_buckets
+from htsrl.config import AnyConfig
+from htsrl.envs.spec import EnvSpec
+from htsrl.learner.learner import Learner
+from htsrl.resolve import resolve
+from htsrl.rng import episode_seed
+from htsrl.storage.fields import rollout_fields
+
+# ------------------------------------------------------------------------------------------------- model of the barrier
+
+
+@dataclass(frozen=True)
+class BarrierModel:
+    """Steps per second of N sleeping replicas, were cores unlimited and everything but sleeping free."""
+
+    lockstep: float
+    """All wait for all at every step."""
+    barrier: float
+    """All wait for all once per interval: T·N / E[max over N of Gamma(T·K)]."""
+    no_waiting: float
+    """Nobody waits for anybody: N / mean."""
+
+
+def barrier_model(mean_s: float, shape: float, N: int, T: int, draws: int = 20_000) -> BarrierModel:
+    """The model of Liu et al. 2020, claim 1, by Monte Carlo. The sum of T Gamma(K) times is Gamma(T·K)."""
+    return BarrierModel(
+        lockstep=N / (mean_s * expected_maximum(shape, N, draws)),
+        barrier=N * T / (mean_s * T * expected_maximum(T * shape, N, draws)),
+        no_waiting=N / mean_s,
+    )
+
+
+def expected_maximum(shape: float, n: int, draws: int) -> float:
+    """E[max of n], each Gamma of ``shape`` and mean 1; the same for the same arguments."""
+    rng = np.random.default_rng(0)
+    total, block = 0.0, 1000
+    for start in range(0, draws, block):
+        rows = min(block, draws - start)
+        total += float((rng.standard_gamma(shape, (rows, n)) / shape).max(axis=1).sum())
+    return total / draws
+
+
+# -------------------------------------------------------------------------------------------- each part, measured alone
+
+
+@dataclass(frozen=True)
+class Costs:
+    """CPU-seconds per environment step, each part alone in one thread."""
+
+    environment: float
+    """Stepping (and resetting) all replicas in turn, observations written into a storage."""
+    inference: float
+    """The actor's forward pass and sampling for all replicas in one batch."""
+    learning: float
+    """The learner's update on a full storage, all epochs."""
+
+    @property
+    def total(self) -> float:
+        return self.environment + self.inference + self.learning
+
+
+def cpu_limit(costs: Costs, cores: int) -> float:
+    """Steps per second, were all cores always at work and nothing else to do."""
+    return cores / costs.total
+
+
+class Bench:
+    """A workload's parts without its processes: one storage, the replicas, the policy's batch and the learner."""
+
+    def __init__(self, config: AnyConfig) -> None:
+        self.spec: EnvSpec = envs.describe(config.env, config.environment)
+        # The learner asserts the lag between data and parameters; with data of our own, 'sync' has the simplest: none
+        runtime = config.runtime.model_copy(update={"schedule": "sync", "learner_threads": 1})
+        self.config = resolve(config.model_copy(update={"runtime": runtime}), self.spec)
+        self.T, self.N = runtime.sync_interval, runtime.num_envs
+        determinism.enable(threads=1)
+        device = torch.device(self.config.runtime.device)
+        self.learner = Learner(self.config, self.spec, device)
+        self.model = self.learner.model
+        self.buckets = invariant_buckets(self.model, self.spec, self.N, device)
+        self.batch = InferenceBatch(self.model, self.spec, self.buckets, device)
+        fields = rollout_fields(self.spec, self.T, self.N, self.model.head.noise_size)
+        self.storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
+        self.storage.valid[:] = True
+        self.replicas = [envs.make(config.env, config.environment) for _ in range(self.N)]
+
+    def fill(self) -> int:
+        """Play an interval with random actions into the storage; returns its steps."""
+        storage, spec = self.storage, self.spec
+        to_env = action_converter(spec.action)
+        rng = np.random.default_rng(0)
+        if spec.action.kind == "box":
+            storage.action[:] = rng.standard_normal(storage.action.shape)
+        else:
+            storage.action[:] = rng.integers(0, spec.action.nvec, (*storage.action.shape[:2], len(spec.action.nvec)))[
+                (..., 0) if spec.action.kind == "discrete" else ...
+            ]
+        limit = spec.max_episode_steps or sys.maxsize
+        lengths, episodes = [0] * self.N, itertools.count()
+        for n, env in enumerate(self.replicas):
+            storage.obs[0, n] = env.reset(seed=episode_seed(0, n, next(episodes)))
+        for t in range(self.T):
+            for n, action in enumerate(to_env(storage.action[t])):
+                obs, reward, terminated, truncated, _ = self.replicas[n].step(action)
+                storage.reward[t, n] = reward
+                storage.terminated[t, n] = terminated
+                lengths[n] += 1
+                if terminated or truncated or lengths[n] >= limit:
+                    obs = self.replicas[n].reset(seed=episode_seed(0, n, next(episodes)))
+                    lengths[n] = 0
+                storage.obs[t + 1, n] = obs
+        return self.T * self.N
+
+    def infer(self) -> int:
+        """Answer the storage's first rows, one batch for all replicas; returns the steps that stand for."""
+        rows = min(self.T, 8)
+        for t in range(rows):
+            self.batch.obs[: self.N] = self.storage.obs[t]
+            self.batch.noise[: self.N] = self.storage.noise[t]
+            answer = self.batch.answer(self.N)
+            self.storage.log_prob[t], self.storage.value[t] = answer.log_prob, answer.value
+        return rows * self.N
+
+    def learn(self) -> int:
+        """One update on the full storage; returns the steps it stands for."""
+        self.storage.behaviour_version[0] = self.learner.version
+        self.learner.learn(self.storage, 0.0)
+        return self.T * self.N
+
+    def costs(self, seconds: float) -> Costs:
+        """Measure each part for about ``seconds`` of wall-clock time."""
+        try:
+            environment = cpu_per_step(self.fill, seconds)
+            inference = cpu_per_step(self.infer, seconds)
+            learning = cpu_per_step(self.learn, seconds)
+        finally:
+            self.close()
+        return Costs(environment, inference, learning)
+
+    def close(self) -> None:
+        """Close the environments."""
+        for env in self.replicas:
+            env.close()
+
+
+def cpu_per_step(part: Any, seconds: float) -> float:
+    """CPU-seconds per step of ``part()``, which returns its steps; the first call warms up unless it fills the time."""
+    end = time.perf_counter() + seconds
+    before = time.process_time()
+    steps = part()
+    first = (time.process_time() - before) / steps
+    if time.perf_counter() >= end:
+        return first
+    before, steps = time.process_time(), 0
+    while steps == 0 or time.perf_counter() < end:
+        steps += part()
+    return (time.process_time() - before) / steps
+
+
+def main() -> None:
+    """``limits.py WORKLOAD SECONDS``: print the costs as JSON. A process of its own, so that nothing lingers."""
+    chosen: Workload = workload(sys.argv[1])
+    # Sleeping costs no CPU: enough intervals to see the rest would take minutes, so shorten the sleep
+    shorter = {"step_ms": 0.01} if chosen.sleep else {}
+    costs = Bench(chosen.config(**shorter)).costs(float(sys.argv[2]))
+    print(json.dumps(asdict(costs)), flush=True)
+    os._exit(0)  # some engines fail when the interpreter takes them apart
+
+
+if __name__ == "__main__":
+    main()
