@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from htsrl import determinism
+from htsrl.actors.delays import random_pauses
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ActorPorts
@@ -33,6 +34,7 @@ def run_actor(ports: ActorPorts) -> None:
         storages = [flat_rows(ports.arena.views(name)) for name in ("even", "odd")]
         columns_of = [np.array(group) for group in layout.groups]
         version = -1
+        pause = random_pauses(ports.delay_ms)
         send_ready(ports.lines, buckets=buckets)
 
         while True:
@@ -40,6 +42,7 @@ def run_actor(ports: ActorPorts) -> None:
             groups = waiting_groups(ports, control, len(own_groups))
             if groups is None:
                 return
+            pause()
             if version != control.version[0]:
                 parameters.vector.copy_(torch.from_numpy(control.parameters))
                 version = int(control.version[0])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from htsrl import envs
+from htsrl.actors.delays import random_pauses
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts, Lines
 from htsrl.actors.reports import EnvironmentFault, reported, send_ready, send_unreproducible
@@ -41,6 +42,7 @@ def run_executor(ports: ExecutorPorts) -> None:
             for a, outbox in enumerate(ports.actors)
         ]
         finished = int(control.finished[ports.index])
+        pause = random_pauses(ports.delay_ms)
         send_ready(ports.lines)
 
         while True:
@@ -73,6 +75,7 @@ def run_executor(ports: ExecutorPorts) -> None:
                     t = rows.get(g)
                     if t is None or control.answered[g] <= interval * T + t:
                         continue  # a message that was sent twice
+                    pause()
                     step_group(storage, t, groups[g], to_env)
                     if t + 1 < T:
                         rows[g] = t + 1

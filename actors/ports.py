@@ -42,6 +42,8 @@ class ExecutorPorts:
     actors: list[Outbox]
     barrier: Outbox
     lines: Lines
+    delay_ms: float = 0.0
+    """Longest injected pause before a group is stepped."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,5 @@ class ActorPorts:
     inbox: Inbox
     executors: list[Outbox]
     lines: Lines
+    delay_ms: float = 0.0
+    """Longest injected pause before a batch is answered."""

@@ -50,7 +50,13 @@ class Crew:
     """All child processes of one run."""
 
     def __init__(
-        self, config: AnyConfig, spec: EnvSpec, layout: Layout, arena: Arena, device: str, logs: list[EpisodeLog]
+        self,
+        config: AnyConfig,
+        spec: EnvSpec,
+        layout: Layout,
+        arena: Arena,
+        logs: list[EpisodeLog],
+        delay_ms: float = 0.0,
     ) -> None:
         """Create the pipes and start every process; they come up in parallel. See :meth:`await_ready`."""
         self._spec = spec
@@ -88,6 +94,7 @@ class Crew:
                 actors=[post for _, post in to_actor],
                 barrier=at_barrier,
                 lines=lines,
+                delay_ms=delay_ms,
             )
 
         def actor_ports(a: int, lines: Lines) -> ActorPorts:
@@ -100,10 +107,11 @@ class Crew:
                 seed=config.seed,
                 sync_interval=config.runtime.sync_interval,
                 lockstep=config.runtime.schedule == "sync",
-                device=device,
+                device=config.runtime.device,
                 inbox=to_actor[a][0],
                 executors=[post for _, post in to_executor],
                 lines=lines,
+                delay_ms=delay_ms,
             )
 
         self.children = [self._start("actor", a, run_actor, actor_ports) for a in range(layout.num_actors)]

@@ -65,6 +65,11 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.standard_normal(size=shape, dtype=np.float32)
 
 
+def unseeded() -> np.random.Generator:
+    """A generator that differs each time, for injected delays alone: whatever it draws must not change a bit."""
+    return np.random.default_rng()
+
+
 def torch_generator(seed: int, stream: Stream) -> torch.Generator:
     """A torch generator on the CPU for ``stream``, for initialisers that want one."""
     import torch

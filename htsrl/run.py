@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from htsrl import determinism, envs, processes, rng
+from htsrl.actors.delays import random_pauses
 from htsrl.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.crew import Crew
@@ -90,12 +91,17 @@ class Run:
         run_dir: Path,
         reporter: Reporter,
         checkpoint: Checkpoint | None = None,
+        delay_ms: float = 0.0,
     ) -> None:
-        """Allocate and start; with a ``checkpoint``, at the interval for which it was written."""
+        """Allocate and start; with a ``checkpoint``, at the interval for which it was written.
+
+        ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
+        """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
         self.progress = Progress()
         self.reproducible = True
+        self.pause = random_pauses(delay_ms)
         self.saved_at = time.monotonic()
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, actions=no_actions) for _ in range(self.N)]
@@ -121,7 +127,7 @@ class Run:
         self.control.posted[:] = self.control.answered[:] = self.progress.interval * self.T
         self.episode_logs = EpisodeLogs(logs)
         processes.preload(envs.module_of(config.env))
-        self.crew = Crew(config, spec, self.layout, self.arena, config.runtime.device, logs)
+        self.crew = Crew(config, spec, self.layout, self.arena, logs, delay_ms)
         self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
         if self.evaluator is not None and checkpoint is not None:
             self.evaluator.restore(checkpoint.group("evaluation"))
@@ -238,6 +244,7 @@ class Run:
     def consume(self, j: int, record: dict[str, float]) -> None:
         """Learn from storage j, and do everything else that needs it."""
         storage = self.storages[j % 2]
+        self.pause()
         started = time.perf_counter()
         metrics = self.learner.learn(storage, min(record["steps"] / self.config.total_steps, 1.0))
         record["time/learn"] = time.perf_counter() - started

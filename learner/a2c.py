@@ -9,7 +9,7 @@ from htsrl.config import A2COptions
 from htsrl.learner import losses
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
 from htsrl.learner.minibatches import Rows, deal, make_batch
-from htsrl.learner.optimizer import load_optimizer_state, optimizer_state, set_learning_rate
+from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, rmsprop, set_learning_rate
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
@@ -25,12 +25,12 @@ class A2C:
         self.options = options
         self.model = model
         self.parameters = parameters
-        vector, rate, eps = [parameters.vector], options.learning_rate, options.optimizer_eps
+        vector, rate, eps = parameters.vector, options.learning_rate, options.optimizer_eps
         self.optimizer: torch.optim.Optimizer
         if options.optimizer == "rmsprop":
-            self.optimizer = torch.optim.RMSprop(vector, lr=rate, alpha=options.rmsprop_decay, eps=eps)
+            self.optimizer = rmsprop(vector, rate, options.rmsprop_decay, eps)
         else:
-            self.optimizer = torch.optim.Adam(vector, lr=rate, eps=eps, fused=True)
+            self.optimizer = adam(vector, rate, eps)
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """One gradient step on all of ``rollout``; ``progress`` in 0..1 is the used share of the step budget.

@@ -9,7 +9,7 @@ from htsrl.config import PPOOptions
 from htsrl.learner import losses
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
 from htsrl.learner.minibatches import Rows, deal, make_batch
-from htsrl.learner.optimizer import load_optimizer_state, optimizer_state, set_learning_rate
+from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, set_learning_rate
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
@@ -25,9 +25,7 @@ class PPO:
         self.options = options
         self.model = model
         self.parameters = parameters
-        self.optimizer = torch.optim.Adam(
-            [parameters.vector], lr=options.learning_rate, eps=options.adam_eps, fused=True
-        )
+        self.optimizer = adam(parameters.vector, options.learning_rate, options.adam_eps)
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """All epochs' gradient steps on ``rollout``; ``progress`` in 0..1 is the used share of the step budget.
