@@ -78,8 +78,12 @@ def waiting_groups(ports: ActorPorts, control: Any, all_groups: int) -> np.ndarr
             return None
         numbers = numbers.astype(np.int64)
         numbers = numbers[control.posted[numbers] > control.answered[numbers]]  # a message that was sent twice
-        waiting = np.concatenate([waiting, numbers]) if len(waiting) else numbers
-        if len(waiting) == all_groups or (len(waiting) and not ports.lockstep):
+        if not ports.lockstep:
+            if len(numbers):
+                return numbers
+            continue
+        waiting = np.union1d(waiting, numbers)
+        if len(waiting) == all_groups:
             return waiting
 
 

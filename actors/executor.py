@@ -30,70 +30,85 @@ def run_executor(ports: ExecutorPorts) -> None:
         columns = ports.layout.executor_columns[ports.index]
         own_groups = ports.layout.executor_groups[ports.index]
         replicas = [Replica(n, ports) for n in columns]
+        for replica, log in zip(replicas, ports.logs):
+            replica.start(log, ports.lines)
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
-        last_obs = [bring_up(replica, log, ports.lines) for replica, log in zip(replicas, ports.logs)]
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
         to_env = action_converter(ports.spec.action)
-        T = ports.sync_interval
-        actor_of = ports.layout.actor_of.tolist()
-        actors_and_groups = [
-            (outbox, np.array([g for g in own_groups if actor_of[g] == a], np.uint32))
-            for a, outbox in enumerate(ports.actors)
-        ]
-        finished = int(control.finished[ports.index])
         pause = random_pauses(ports.delay_ms)
+        actor_of = ports.layout.actor_of.tolist()
+        T = ports.sync_interval
         send_ready(ports.lines)
 
         while True:
             # Wait at the barrier until the next interval begins
-            while int(control.interval[0]) < finished:
+            while int(control.interval[0]) < int(control.finished[ports.index]):
                 if STOP in ports.inbox.take():
                     return
             interval = int(control.interval[0])
             storage = storages[interval % 2]
 
-            # Begin: the first observations and the requests for their actions
-            own = slice(columns.start, columns.stop)
-            storage.valid[:, own] = True
-            for flags in (storage.terminated, storage.truncated, storage.episode_length):
-                flags[:, own] = 0
-            for replica, obs in zip(replicas, last_obs):
-                storage.obs[0, replica.column] = obs
-            posted = interval * T + 1
-            control.posted[own_groups] = posted
-            for outbox, numbers in actors_and_groups:
-                outbox.post_array(numbers)
-            rows = dict.fromkeys(own_groups, 0)
+            # Begin at row 0, or where a predecessor ended; request the first actions
+            rows = {g: int(control.stepped[g]) - interval * T for g in own_groups}
+            rows = {g: t for g, t in rows.items() if t < T}
+            for g, t in rows.items():
+                open_rows(storage, t, groups[g])
+                control.posted[g] = interval * T + t + 1
+            request(list(rows), actor_of, ports)
+            arrived = [g for g in rows if control.answered[g] == control.posted[g]]
 
             # Step replicas in the order in which their answers arrive
             while rows:
-                ready: dict[int, list[int]] = {}
-                for g in ports.inbox.take().tolist():
+                arrived = arrived or ports.inbox.take().tolist()
+                stepped = []
+                for g in arrived:
                     if g == STOP:
                         return
                     t = rows.get(g)
                     if t is None or control.answered[g] <= interval * T + t:
-                        continue  # a message that was sent twice
+                        continue  # no group, or a message that was sent twice
                     pause()
                     step_group(storage, t, groups[g], to_env)
+                    control.stepped[g] = interval * T + t + 1
                     if t + 1 < T:
                         rows[g] = t + 1
-                        control.posted[g] = interval * T + t + 2
-                        ready.setdefault(actor_of[g], []).append(g)
+                        stepped.append(g)
                     else:
                         del rows[g]
-                for a, stepped in ready.items():
-                    ports.actors[a].post(*stepped)
+                for g in stepped:
+                    control.posted[g] = interval * T + rows[g] + 1
+                request(stepped, actor_of, ports)
+                arrived = []
 
-            # Finish: where each replica stands; report at the barrier
+            # Finish: report at the barrier
             check_observations(storage.obs, replicas)
-            last_obs = [storage.obs[T, replica.column].copy() for replica in replicas]
             for replica in replicas:
-                replica.write_stand(control)
-            finished = interval + 1
-            control.finished[ports.index] = finished
+                replica.obs = storage.obs[T, replica.column].copy()
+            control.finished[ports.index] = interval + 1
             ports.barrier.post(ports.index)
+
+
+def open_rows(storage: Any, t: int, replicas: list[Replica]) -> None:
+    """Write the observations at which ``replicas`` stand into row ``t``, and clear the flags from there on."""
+    own = slice(replicas[0].column, replicas[-1].column + 1)
+    storage.valid[t:, own] = True
+    for flags in (storage.terminated, storage.truncated, storage.episode_length):
+        flags[t:, own] = 0
+    for replica in replicas:
+        storage.obs[t, replica.column] = replica.obs
+
+
+def request(groups: list[int], actor_of: list[int], ports: ExecutorPorts) -> None:
+    """Post the numbers of ``groups`` to their actors."""
+    if len(ports.actors) == 1:
+        if groups:
+            ports.actors[0].post(*groups)
+        return
+    for a, outbox in enumerate(ports.actors):
+        numbers = [g for g in groups if actor_of[g] == a]
+        if numbers:
+            outbox.post(*numbers)
 
 
 class Replica:
@@ -113,8 +128,11 @@ class Replica:
         except Exception as error:
             raise self.fault("construction") from error
 
-    def start(self, log: EpisodeLog) -> np.ndarray:
-        """Begin episode ``log.episode``, or replay it up to where it stood; returns the observation there."""
+    def start(self, log: EpisodeLog, lines: Lines) -> None:
+        """Begin episode ``log.episode``, or replay it up to where it stood.
+
+        An environment that does not repeat itself is reported; its episode ends where it stood, without an outcome.
+        """
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
@@ -126,8 +144,12 @@ class Replica:
                 raise self.fault("step", action) from error
             self.steps += 1
             self.reward += info["raw_reward"] if self.spec.has_raw_reward else reward
+        self.obs = np.array(obs, self.spec.observation_dtype)
         self.reset_pending = log.reset_pending
-        return np.array(obs, self.spec.observation_dtype)
+        if log.last_obs is not None and self.obs.tobytes() != log.last_obs.tobytes():
+            send_unreproducible(lines, self.column)
+            self.obs = log.last_obs
+            self.reset_pending = True
 
     def reset(self) -> np.ndarray:
         """Begin the next episode from its own seed."""
@@ -143,14 +165,6 @@ class Replica:
             raise self.fault("reset") from error
         return obs
 
-    def write_stand(self, control: Any) -> None:
-        """Leave word of where this replica stands, for checkpoints and recovery."""
-        n = self.column
-        control.episode[n] = self.episode
-        control.episode_steps[n] = self.steps
-        control.episode_reward[n] = self.reward
-        control.reset_pending[n] = self.reset_pending
-
     def fault(self, phase: str, action: Any = None) -> EnvironmentFault:
         """What to tell the user about a failure of this replica."""
         return EnvironmentFault(
@@ -163,18 +177,6 @@ class Replica:
                 "action": None if action is None else np.asarray(action).tolist(),
             }
         )
-
-
-def bring_up(replica: Replica, log: EpisodeLog, lines: Lines) -> np.ndarray:
-    """Put a replica where its log says; returns the observation there.
-
-    An environment that does not repeat itself is reported, and begins a new episode.
-    """
-    obs = replica.start(log)
-    if log.last_obs is None or obs.tobytes() == log.last_obs.tobytes():
-        return obs
-    send_unreproducible(lines, replica.column)
-    return np.array(replica.reset(), replica.spec.observation_dtype)
 
 
 def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[np.ndarray], list]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -14,6 +15,9 @@ from htsrl.storage.episodes import EpisodeLog
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
 
+if TYPE_CHECKING:
+    from htsrl.actors.reports import Stack
+
 
 @dataclass(frozen=True)
 class Lines:
@@ -23,6 +27,8 @@ class Lines:
     """End of file here means that the run's process is gone."""
     reports: Connection
     """'ready' once, or a fault with its traceback (see htsrl.actors.reports)."""
+    stack: Stack
+    """Where the child writes its stack when it is asked, because it hangs."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class ExecutorPorts:
     seed: int
     sync_interval: int
     logs: list[EpisodeLog]
-    """Where each of its replicas stands; replayed before the first interval."""
+    """Where each of its replicas stands; replayed before it steps any."""
     inbox: Inbox
     actors: list[Outbox]
     barrier: Outbox

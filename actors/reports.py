@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import reduction
 from typing import Any
 
 from htsrl.actors.ports import Lines
@@ -22,10 +24,38 @@ class EnvironmentFault(Exception):
         self.context = context
 
 
+class Stack:
+    """An anonymous file into which a child dumps its stack on request, even from inside a call that hangs."""
+
+    REQUEST = signal.SIGUSR1
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("htsrl-stack") if fd is None else fd
+
+    def dump_on_request(self) -> None:
+        """In the child: write the stack here whenever REQUEST arrives."""
+        faulthandler.register(self.REQUEST, file=self.fd, all_threads=True)
+
+    def read(self) -> str:
+        """In the run: what was dumped."""
+        return os.pread(self.fd, 1 << 16, 0).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __reduce__(self) -> tuple:
+        return _rebuild_stack, (reduction.DupFd(self.fd),)
+
+
+def _rebuild_stack(duplicate: Any) -> Stack:
+    return Stack(duplicate.detach())
+
+
 @contextmanager
 def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
     """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server leaves Python's own handler to its children
+    lines.stack.dump_on_request()
     threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
     try:
         yield
@@ -46,7 +76,7 @@ def send_ready(lines: Lines, **facts: Any) -> None:
 
 
 def send_unreproducible(lines: Lines, replica: int) -> None:
-    """Tell the run that a replay led elsewhere, and that this replica begins a new episode."""
+    """Tell the run that replaying a replica's seed and actions led to another observation."""
     _send(lines, {"kind": "unreproducible", "replica": replica})
 
 

@@ -177,11 +177,11 @@ def cpu_per_step(part: Any, seconds: float) -> float:
 
 
 def main() -> None:
-    """``limits.py WORKLOAD SECONDS``: print the costs as JSON. A process of its own, so that nothing lingers."""
+    """``limits.py WORKLOAD SECONDS SETTINGS``: print the costs as JSON; a process of its own, so nothing lingers."""
     chosen: Workload = workload(sys.argv[1])
     # Sleeping costs no CPU: enough intervals to see the rest would take minutes, so shorten the sleep
     shorter = {"step_ms": 0.01} if chosen.sleep else {}
-    costs = Bench(chosen.config(**shorter)).costs(float(sys.argv[2]))
+    costs = Bench(chosen.config(**json.loads(sys.argv[3]), **shorter)).costs(float(sys.argv[2]))
     print(json.dumps(asdict(costs)), flush=True)
     os._exit(0)  # some engines fail when the interpreter takes them apart
 

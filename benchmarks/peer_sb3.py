@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Adapter(gymnasium.Env):
         if spec.action.kind == "box":
             bounds = np.array(spec.action.low, np.float32), np.array(spec.action.high, np.float32)
             self.action_space: gymnasium.Space = gymnasium.spaces.Box(*bounds)
-            self._to_env = lambda action: np.asarray(action, np.float32).reshape(spec.action.shape)
+            self._to_env: Callable[[Any], Any] = lambda action: np.asarray(action).reshape(spec.action.shape)
         else:
             assert spec.action.kind == "discrete", spec.action
             self.action_space = gymnasium.spaces.Discrete(spec.action.nvec[0])

@@ -69,7 +69,7 @@ def set_up(peer: str) -> None:
     venv.create(home, with_pip=True, clear=True)
     below = "".join(f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages())
     (next(home.glob("lib/python*/site-packages")) / "zz_below.pth").write_text(below)
-    command = [home / "bin" / "python", "-m", "pip", "install", "--quiet", *PEERS[peer].requirements]
+    command = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *PEERS[peer].requirements]
     if subprocess.run(command).returncode:
         raise RunFailed(f"{peer} could not be installed")
 

@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--setup-peers", metavar="P,P", help="install other systems for --peers, and exit")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="a measurement's window (default: 20)")
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="measurements of each (default: 3)")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of htsrl train")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="another setting for this system"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bars as a picture")
     given = parser.parse_args()
@@ -95,7 +97,7 @@ def main() -> int:
     print(f"{record['machine']['cpu']}, {record['machine']['cores']} cores, {record['machine']['memory_gib']} GiB")
     for each, config, contenders in plan:
         print(f"\n{each.name}: {described(each, config)}", flush=True)
-        result = measured(each, config, contenders, given.seconds, given.rounds)
+        result = measured(each, config, contenders, given.seconds, given.rounds, extra)
         record["workloads"][each.name] = result
         print("\n".join(report(result, schedules)), flush=True)
         if given.json:
@@ -155,13 +157,18 @@ def others(each: Workload, pythons: Mapping[str, Path]) -> list[Contender]:
 
 
 def measured(
-    each: Workload, config: AnyConfig, contenders: list[Contender], seconds: float, rounds: int
+    each: Workload,
+    config: AnyConfig,
+    contenders: list[Contender],
+    seconds: float,
+    rounds: int,
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All rounds of one workload: figures of every round, medians, the limit, and ratios to the first contender."""
     figures: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
     costs = []
     for turn in range(rounds):
-        costs.append(costs_alone(each, min(seconds / 5, 3.0)))
+        costs.append(costs_alone(each, min(seconds / 5, 3.0), extra))
         for contender in contenders:
             figure = measure(contender, seconds)
             figures[contender.name].append(figure)
@@ -291,12 +298,11 @@ def machine_cpu_seconds() -> float:
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
-def costs_alone(each: Workload, seconds: float) -> Costs:
+def costs_alone(each: Workload, seconds: float, extra: Mapping[str, Any]) -> Costs:
     """Each part's CPU-seconds per step, measured in a process of its own."""
     script = Path(__file__).with_name("limits.py")
-    done = subprocess.run(
-        [sys.executable, script, each.name, str(seconds)], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    command = [sys.executable, str(script), each.name, str(seconds), json.dumps(extra)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RunFailed(f"measuring the parts of {each.name} alone failed:\n{done.stderr}")
     return Costs(**json.loads(done.stdout.splitlines()[-1]))
@@ -328,8 +334,7 @@ def limit_of(each: Workload, config: AnyConfig, costs: list[Costs]) -> dict[str,
 
 def described(each: Workload, config: AnyConfig) -> str:
     """The workload's fixed settings in one line."""
-    settings = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in each.settings.items())
-    return f"{config.algo} on {config.env}: {settings}"
+    return f"{config.algo} on {config.env}: {' '.join(flags(each.settings))}"
 
 
 def report(result: dict[str, Any], schedules: list[str]) -> list[str]:
@@ -390,7 +395,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(workloads), 1, squeeze=False, height_ratios=heights)
     for panel, (name, each) in zip(panels[:, 0], workloads.items()):
         labels = list(each["medians"])[::-1]
-        colours = ["tab:blue" if label in SCHEDULES else "0.65" for label in labels]
+        colours = [{"hts": "tab:blue", "sync": "#9ecae1"}.get(label, "0.75") for label in labels]
         panel.barh(labels, [each["medians"][label]["steps_per_second"] for label in labels], color=colours)
         for label in labels:
             speeds = [run["steps_per_second"] for run in each["rounds"][label]]

@@ -1,6 +1,6 @@
 """The command line. Exit status: 0 done, 1 the run failed, 2 something was refused, 130 interrupted.
 
-Only ``train`` and ``eval`` import torch, and not before their arguments are known to be good.
+Only ``train``, ``resume``, ``eval`` and ``verify`` import torch, and not before their arguments are known to be good.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import htsrl
 from htsrl.errors import ConfigError, HtsrlError
+
+if TYPE_CHECKING:
+    from htsrl.flags import Flags
+    from htsrl.trials import VerifyOptions
 
 INTERRUPTED = 130
 
@@ -33,6 +38,7 @@ Commands:
   train    train a policy
   resume   continue a run that was stopped, bit for bit
   eval     play episodes with a trained policy
+  verify   check that no bit of a run depends on processes, delays and the like
   plot     draw the learning curves of one run or several
   doctor   what is installed, what is missing, and the command that gets it
 
@@ -67,9 +73,33 @@ Options are those of `htsrl train` that don't change results:
   --num-executors N|auto, --num-actors N, --envs-per-group N|auto
   --checkpoint-every STEPS, --keep-checkpoints N
   --eval-every STEPS, --eval-episodes N, --[no-]eval-stochastic
-  --[no-]tensorboard, --progress auto|live|plain|none
+  --[no-]tensorboard, --[no-]record-digests, --progress auto|live|plain|none
 With --fork, a new run begins from the newest weights, and every option may change:
   htsrl resume RUN_DIR --fork --total-steps 2e6 --learning-rate 1e-4"""
+
+VERIFY_HELP = """\
+usage: htsrl verify [train options] [--layouts L,L,...] [--delays [MS]] [--json]
+       htsrl verify --against RUN_DIR [--layouts L] [--delays [MS]] [--json]
+
+Run one configuration several times, on other processes and with other timing, and compare
+every row, parameter and loss bit for bit; another seed must give other bits. Where runs
+differ, the first interval, replica, step and field is named. Nothing is kept of the runs.
+
+  --layouts 1x1,2x2,4x1   executors x actors; 2x2x1: in groups of one; the first is
+                          what the others are compared with (default: these three)
+  --delays [MS]           all layouts with random pauses of up to MS milliseconds in
+                          executors, actors and learner, the first also without (default: 2)
+  --against RUN_DIR       run RUN_DIR, which was trained with --record-digests, again, and
+                          stop at the first interval that differs
+  --json                  print JSON instead of a table
+
+All options of `htsrl train` count, except for layouts and what a run writes and shows.
+Without --total-steps, a run lasts {intervals} intervals. Exit status: 0 the same bits, 1 not.
+
+Examples:
+  htsrl verify --env CartPole-v1 --delays
+  htsrl verify --env gfootball --num-envs 8 --sync-interval 32 --layouts 1x1,2x2x1,4x2
+  htsrl verify --against runs/CartPole-v1-ppo-0-20260101-120000"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,6 +182,64 @@ def _resume(arguments: list[str]) -> int:
     return INTERRUPTED if result.interrupted else 0
 
 
+def _verify(arguments: list[str]) -> int:
+    from htsrl import flags, trials
+    from htsrl.rundir import plain
+    from htsrl.settings import resolve
+    from htsrl.tomlfile import toml_layer
+
+    given = flags.parse(arguments)
+    if given.help:
+        print(VERIFY_HELP.format(intervals=trials.DEFAULT_INTERVALS))
+        return 0
+    own = trials.take_options(given.values)
+    if own.kills:
+        raise ConfigError("--kills is not available yet: a run does not recover from killed processes")
+    if own.against is not None:
+        return _replay(own, given)
+    layers = [toml_layer(given.config_file)] if given.config_file else []
+    layers.append(given.layer())
+    config = trials.with_total_steps(resolve(layers), layers)
+    plan = trials.plan(config, own.layouts, own.delay_ms)
+
+    from htsrl import verify
+
+    rows: list[verify.Row] = []
+    if not own.json:
+        print(f"{verify.heading(config)}\n\n{verify.head_line()}", flush=True)
+    for row in verify.verify(plan):
+        rows.append(row)
+        if not own.json:
+            print("\n".join(verify.row_lines(row, rows[0])), flush=True)
+    print(json.dumps(plain(verify.as_json(config, rows)), indent=2) if own.json else f"\n{verify.verdict(rows)}")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _replay(own: VerifyOptions, given: Flags) -> int:
+    """``htsrl verify --against RUN_DIR``."""
+    from htsrl.digests import read_digests
+    from htsrl.rundir import CONFIG, plain, require_run
+    from htsrl.tomlfile import load_config
+    from htsrl.trials import with_layout
+
+    assert own.against is not None
+    if given.values or given.config_file:
+        flag = given.layer().spell(next(iter(given.values))) if given.values else "--config"
+        raise ConfigError(f"--against runs {own.against} again as it was configured: leave out {flag}")
+    require_run(own.against)
+    read_digests(own.against)
+    if own.layouts is not None:
+        with_layout(load_config(own.against / CONFIG), own.layouts)
+
+    from htsrl import verify
+
+    outcome = verify.replay(own.against, own.layouts, own.delay_ms)
+    print(
+        json.dumps(plain({"ok": outcome.ok} | asdict(outcome)), indent=2) if own.json else verify.replay_line(outcome)
+    )
+    return 0 if outcome.ok else 1
+
+
 def _eval(arguments: list[str]) -> int:
     parser = _Parser(
         "eval",
@@ -231,6 +319,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "resume": _resume,
     "eval": _eval,
+    "verify": _verify,
     "plot": _plot,
     "doctor": _doctor,
 }

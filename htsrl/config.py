@@ -236,6 +236,10 @@ class RuntimeOptions(Section):
     """'cpu', 'cuda', 'cuda:1' or 'auto' (a GPU where there is one)."""
     learner_threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the learner. Other numbers give other bits; 'auto' is written into the run's configuration."""
+    max_restarts: NonNegativeInt = 20
+    """Failed processes that are replaced before the run gives up; 0 gives up at once."""
+    step_timeout: PositiveFloat | None = 300.0
+    """Seconds after which a step, reset or inference that makes no progress counts as a failed process."""
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -288,6 +292,8 @@ class OutputOptions(Section):
     """Evaluations sample actions instead of taking the most likely one."""
     tensorboard: bool = True
     """Write TensorBoard events into the run's folder."""
+    record_digests: bool = False
+    """Write digests of every interval, digests.jsonl: `htsrl verify --against` can then replay the run."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """'live' is a table that updates in place, 'plain' a line now and then, 'auto' picks by the terminal."""
 

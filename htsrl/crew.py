@@ -1,16 +1,23 @@
-"""The crew of a run: starts executors and actors, notices when one fails, and ends them all.
+"""The crew of a run: starts executors and actors, replaces those that fail, and ends them all.
 
-One supervisor thread waits, without polling, on every child and on the barrier, also while the learner computes.
+One supervisor thread waits, without polling, on every child and on the barrier, also while the learner computes. A
+child that dies or hangs is replaced where it stood: an executor replays the current episodes of its replicas, an actor
+is given the unanswered groups again. Counters in shared memory say where that is; an answer is a function of row,
+parameters and noise, and a step of seed and actions, so that whatever is done twice gives the same bits.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import select
+import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,32 +25,61 @@ from typing import Any
 from htsrl import processes
 from htsrl.actors.actor import run_actor
 from htsrl.actors.executor import run_executor
-from htsrl.actors.mailbox import LOOK, STOP, Inbox, Outbox, mailbox
+from htsrl.actors.mailbox import LOOK, STOP, mailbox
 from htsrl.actors.ports import ActorPorts, ExecutorPorts, Lines
+from htsrl.actors.reports import Stack
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import EnvironmentFailed, RunFailed
-from htsrl.storage.episodes import EpisodeLog
+from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
 
 # Start-up imports torch and builds environments, 16 football engines at worst; after this long something is wrong.
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 5.0
+# A reported failure that comes back at the same step would come back for ever. Whoever kills processes from outside may
+# strike twice before one has made a step.
+SAME_PLACE_LIMIT = {"reported": 2, "silent": 4}
 
 
 @dataclass
 class Child:
-    """A process of the crew and the line on which it reports."""
+    """A process of the crew, the line on which it reports, and when it last made progress."""
 
     role: str
     index: int
     process: BaseProcess
+    pidfd: int
+    """Becomes readable when the process ends, and never means another process."""
     reports: Connection
+    stack: Stack
     ready: bool = False
+    fault: dict[str, Any] | None = None
+    """Its report of why it can't go on."""
+    progress: int = 0
+    since: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}"
+
+    def kill(self) -> None:
+        """Kill it and wait until it is gone."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        poll.poll()
+
+    def close(self) -> None:
+        """Release what the run holds of a process that has ended."""
+        self.process.join()
+        self.process.close()
+        self.reports.close()
+        self.stack.close()
+        os.close(self.pidfd)
 
 
 class Crew:
@@ -55,67 +91,44 @@ class Crew:
         spec: EnvSpec,
         layout: Layout,
         arena: Arena,
-        logs: list[EpisodeLog],
+        logs: EpisodeLogs,
         delay_ms: float = 0.0,
     ) -> None:
-        """Create the pipes and start every process; they come up in parallel. See :meth:`await_ready`."""
-        self._spec = spec
+        """Create the pipes and start every process; they come up in parallel. See :meth:`await_ready`.
+
+        Args:
+            config: the run's configuration.
+            spec: its environment.
+            layout: who serves which column.
+            arena: all shared memory.
+            logs: where the replicas stand; read again whenever an executor is replaced.
+            delay_ms: longest injected pause, see :mod:`htsrl.actors.delays`.
+        """
+        self.changes = threading.Condition()
+        """Hold it while the interval changes: a child is replaced either before or after that."""
+        self.recovered = 0
+        """Processes that were replaced."""
+        self.reproducible = True
+        """False once a replay led to another observation than before."""
+        self._config, self._spec, self._layout, self._arena, self._logs = config, spec, layout, arena, logs
+        self._delay_ms = delay_ms
         self._control = arena.views("control")
-        self._changed = threading.Condition()
+        self._storages = [arena.views("even"), arena.views("odd")]
         self._failure: RunFailed | None = None
         self._stopping = False
-        self.unreproducible: list[int] = []
-        """Replicas whose replay led elsewhere: they began a new episode instead."""
+        self._events: list[str] = []
+        self._failed_at: Counter[Hashable] = Counter()
 
         # All edges of the process graph
-        to_executor = [mailbox() for _ in range(layout.num_executors)]
-        to_actor = [mailbox() for _ in range(layout.num_actors)]
-        self._barrier, at_barrier = mailbox()
-        self._lifeline, hold_lifeline = mailbox()
+        self._to_executor = [mailbox() for _ in range(layout.num_executors)]
+        self._to_actor = [mailbox() for _ in range(layout.num_actors)]
+        self._barrier, self._at_barrier = mailbox()
+        self._lifeline, self._hold_lifeline = mailbox()
         self._wake, self._waker = mailbox()
-        self._inboxes: list[Outbox] = [post for _, post in (*to_executor, *to_actor)]
-        self._ends: list[Inbox | Outbox] = [
-            self._barrier, at_barrier, self._lifeline, hold_lifeline, self._wake, self._waker,
-            *(end for pair in (*to_executor, *to_actor) for end in pair),
-        ]  # fmt: skip
-        self._executor_posts = [post for _, post in to_executor]
 
-        def executor_ports(e: int, lines: Lines) -> ExecutorPorts:
-            return ExecutorPorts(
-                index=e,
-                arena=arena,
-                layout=layout,
-                spec=spec,
-                options=config.environment,
-                seed=config.seed,
-                sync_interval=config.runtime.sync_interval,
-                logs=[logs[n] for n in layout.executor_columns[e]],
-                inbox=to_executor[e][0],
-                actors=[post for _, post in to_actor],
-                barrier=at_barrier,
-                lines=lines,
-                delay_ms=delay_ms,
-            )
-
-        def actor_ports(a: int, lines: Lines) -> ActorPorts:
-            return ActorPorts(
-                index=a,
-                arena=arena,
-                layout=layout,
-                spec=spec,
-                network=config.network,
-                seed=config.seed,
-                sync_interval=config.runtime.sync_interval,
-                lockstep=config.runtime.schedule == "sync",
-                device=config.runtime.device,
-                inbox=to_actor[a][0],
-                executors=[post for _, post in to_executor],
-                lines=lines,
-                delay_ms=delay_ms,
-            )
-
-        self.children = [self._start("actor", a, run_actor, actor_ports) for a in range(layout.num_actors)]
-        self.children += [self._start("executor", e, run_executor, executor_ports) for e in range(layout.num_executors)]
+        standing = dict(enumerate(logs.logs))
+        self.children = [self._start_actor(a) for a in range(layout.num_actors)]
+        self.children += [self._start_executor(e, standing) for e in range(layout.num_executors)]
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._supervisor.start()
 
@@ -124,122 +137,256 @@ class Crew:
     def await_ready(self) -> None:
         """Wait until every process is ready to work; a start that can't finish says who did not come up."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        with self._changed:
+        with self.changes:
             while not all(child.ready for child in self.children):
-                self._raise_failure()
-                if not self._changed.wait(deadline - time.monotonic()):
+                self.check()
+                if not self.changes.wait(deadline - time.monotonic()):
                     missing = ", ".join(str(child) for child in self.children if not child.ready)
                     raise RunFailed(f"not ready {START_TIMEOUT_S:.0f} s after the start: {missing}")
-            self._raise_failure()
+            self.check()
 
     def begin_interval(self) -> None:
         """Let the executors begin the interval that the control block announces."""
-        for post in self._executor_posts:
+        for _, post in self._to_executor:
             post.post(LOOK)
 
     def await_barrier(self) -> None:
         """Wait until every executor has completed the current interval."""
-        with self._changed:
-            while not self._all_finished():
-                self._raise_failure()
-                self._changed.wait()
-            self._raise_failure()
+        with self.changes:
+            while not (self._control.finished > self._control.interval[0]).all():
+                self.check()
+                self.changes.wait()
+            self.check()
 
     def check(self) -> None:
-        """Raise the failure of a child, if there is one: for use inside long computations."""
+        """Raise the failure that ends the run, if there is one."""
         if self._failure is not None:
             raise self._failure
 
+    def take_events(self) -> list[str]:
+        """What a person should know of recoveries since the last call."""
+        with self.changes:
+            events, self._events = self._events, []
+        return events
+
     def stop(self) -> None:
         """End every process: those that don't leave when asked are killed. Safe to call twice."""
-        with self._changed:
+        with self.changes:
             if self._stopping:
                 return
             self._stopping = True
-        for post in self._inboxes:
+        for _, post in (*self._to_executor, *self._to_actor):
             post.post(STOP)
         self._waker.post(STOP)
         self._supervisor.join()
         deadline = time.monotonic() + STOP_TIMEOUT_S
+        waiting = {child.pidfd for child in self.children}
+        while waiting and time.monotonic() < deadline:
+            waiting -= set(wait(list(waiting), deadline - time.monotonic()))
         for child in self.children:
-            child.process.join(max(deadline - time.monotonic(), 0.0))
-            if child.process.is_alive():
-                child.process.kill()
-                child.process.join()
-            child.process.close()
-            child.reports.close()
-        for end in self._ends:
+            child.kill()
+            child.close()
+        ends = (self._barrier, self._at_barrier, self._lifeline, self._hold_lifeline, self._wake, self._waker)
+        for end in (*ends, *(end for pair in (*self._to_executor, *self._to_actor) for end in pair)):
             end.close()
+
+    # ---------------------------------------------------------------------------------------------------- the children
+
+    def _start_executor(self, e: int, logs: dict[int, EpisodeLog]) -> Child:
+        def ports(lines: Lines) -> ExecutorPorts:
+            return ExecutorPorts(
+                index=e,
+                arena=self._arena,
+                layout=self._layout,
+                spec=self._spec,
+                options=self._config.environment,
+                seed=self._config.seed,
+                sync_interval=self._config.runtime.sync_interval,
+                logs=[logs[n] for n in self._layout.executor_columns[e]],
+                inbox=self._to_executor[e][0],
+                actors=[post for _, post in self._to_actor],
+                barrier=self._at_barrier,
+                lines=lines,
+                delay_ms=self._delay_ms,
+            )
+
+        return self._start("executor", e, run_executor, ports)
+
+    def _start_actor(self, a: int) -> Child:
+        def ports(lines: Lines) -> ActorPorts:
+            return ActorPorts(
+                index=a,
+                arena=self._arena,
+                layout=self._layout,
+                spec=self._spec,
+                network=self._config.network,
+                seed=self._config.seed,
+                sync_interval=self._config.runtime.sync_interval,
+                lockstep=self._config.runtime.schedule == "sync",
+                device=self._config.runtime.device,
+                inbox=self._to_actor[a][0],
+                executors=[post for _, post in self._to_executor],
+                lines=lines,
+                delay_ms=self._delay_ms,
+            )
+
+        return self._start("actor", a, run_actor, ports)
+
+    def _start(self, role: str, index: int, body: Callable, ports: Callable[[Lines], Any]) -> Child:
+        reports, report = multiprocessing.Pipe(duplex=False)
+        stack = Stack()
+        process = processes.start(body, ports(Lines(self._lifeline, report, stack)), f"htsrl-{role}-{index}")
+        report.close()
+        assert process.pid is not None
+        return Child(role, index, process, os.pidfd_open(process.pid), reports, stack)
 
     # ------------------------------------------------------------------------------------------------- the supervisor
 
-    def _start(self, role: str, index: int, body: Callable, ports: Callable[[int, Lines], Any]) -> Child:
-        reports, report = multiprocessing.Pipe(duplex=False)
-        process = processes.start(body, ports(index, Lines(self._lifeline, report)), f"htsrl-{role}-{index}")
-        report.close()
-        return Child(role, index, process, reports)
-
     def _supervise(self) -> None:
         """Wait on every child and on the barrier until the run stops."""
-        while not self._stopping:
-            lines: dict[Any, Child] = {child.reports: child for child in self.children if not child.reports.closed}
-            ended: dict[Any, Child] = {child.process.sentinel: child for child in self.children}
+        timeout = self._config.runtime.step_timeout
+        while not self._stopping and self._failure is None:
+            lines = {child.reports: child for child in self.children if not child.reports.closed}
+            ended = {child.pidfd: child for child in self.children}
             waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
-            events = wait(waited)
-            with self._changed:
+            events = wait(waited, timeout and timeout / 4)
+            with self.changes:
+                if self._stopping:
+                    return
                 if self._barrier in events:
                     self._barrier.take()
-                for event in events:
-                    if event in lines:
-                        self._hear(lines[event])
-                for event in events:
-                    if event in ended and not self._stopping and self._failure is None:
-                        self._failure = self._death(ended[event])
-                self._changed.notify_all()
-            if self._failure is not None:
-                return
+                try:
+                    for event in events:
+                        if event in lines:
+                            self._hear(lines[event])
+                    for event in events:
+                        if event in ended:
+                            self._replace(ended[event])
+                    if timeout:
+                        self._kill_hung(timeout)
+                except RunFailed as failure:
+                    self._failure = failure
+                except Exception as error:
+                    self._failure = RunFailed(f"the supervisor failed: {error!r}")
+                self.changes.notify_all()
 
     def _hear(self, child: Child) -> None:
         """Take in one report of a child."""
         try:
             report = json.loads(child.reports.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             child.reports.close()
             return
         if report["kind"] == "ready":
             child.ready = True
+            child.since = time.monotonic()
         elif report["kind"] == "unreproducible":
-            self.unreproducible.append(report["replica"])
-        elif self._failure is None:
-            self._failure = _failure(report, self._spec)
+            if self.reproducible:
+                self._events.append(
+                    f"{self._spec.env_id} does not repeat itself: replaying seed and actions led replica "
+                    f"{report['replica']} to another observation; such replicas begin a new episode, and this run is "
+                    "marked as not reproducible"
+                )
+            self.reproducible = False
+        else:
+            child.fault = report
 
-    def _death(self, child: Child) -> RunFailed:
-        """What to say of a child that ended without a report."""
+    def _replace(self, child: Child) -> None:
+        """Put a new process in the place of one that has ended.
+
+        Raises:
+            RunFailed: it failed at its start, or too often.
+        """
         while not child.reports.closed and child.reports.poll():
             self._hear(child)
-        if self._failure is not None:
-            return self._failure
-        child.process.join()
-        code = child.process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-        hint = " (the system kills processes like this when memory runs out)" if code == -9 else ""
-        return RunFailed(f"{child} {how} without a word{hint}")
+        reason = self._reason(child)
+        place, kind = self._place(child)
+        self._failed_at[place] += 1
+        if (child.fault or {}).get("kind") == "internal":
+            raise reason
+        if self._failed_at[place] >= SAME_PLACE_LIMIT[kind] or self.recovered >= self._config.runtime.max_restarts:
+            raise reason
+        self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; replaced, and going on")
+        child.kill()
+        child.close()
+        self.children.remove(child)
+        self.recovered += 1
+        if child.role == "executor":
+            self.children.append(self._start_executor(child.index, self._standing(child.index)))
+        else:
+            self.children.append(self._start_actor(child.index))
+            self._hint_again(child.index)
 
-    def _all_finished(self) -> bool:
-        return bool((self._control.finished > self._control.interval[0]).all())
+    def _standing(self, e: int) -> dict[int, EpisodeLog]:
+        """Where the replicas of executor ``e`` stand, which has just ended."""
+        T = self._config.runtime.sync_interval
+        storage = self._storages[self._logs.interval % 2]
+        standing = {}
+        for g in self._layout.executor_groups[e]:
+            # The logs may be those of the next interval's start already
+            row = int(self._control.stepped[g]) - self._logs.interval * T
+            for n in self._layout.groups[g]:
+                standing[n] = self._logs.as_of(storage, n, row)
+        return standing
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _hint_again(self, a: int) -> None:
+        """Repeat every message that may have been lost with actor ``a``."""
+        for g in (self._layout.actor_of == a).nonzero()[0].tolist():
+            self._to_actor[a][1].post(g)
+            self._to_executor[int(self._layout.executor_of[g])][1].post(g)
 
+    def _kill_hung(self, timeout: float) -> None:
+        """Kill children that have had something to do for ``timeout`` seconds without getting anywhere."""
+        now = time.monotonic()
+        for child in self.children:
+            progress, idle = self._progress(child)
+            limit = timeout if child.ready else START_TIMEOUT_S
+            if child.ready and (idle or progress != child.progress):
+                child.progress, child.since = progress, now
+            elif now - child.since > limit and child.fault is None:
+                signal.pidfd_send_signal(child.pidfd, Stack.REQUEST)
+                time.sleep(0.2)  # time to write the stack, if it still can
+                child.fault = {"kind": "hung", "seconds": now - child.since, "stack": child.stack.read()}
+                child.kill()
 
-def _failure(report: dict[str, Any], spec: EnvSpec) -> RunFailed:
-    """The error to show for a child's report."""
-    who = f"{report['role']} {report['index']}"
-    if report["kind"] == "internal":
-        return RunFailed(f"{who} failed:\n{report['traceback']}")
-    action = "" if report["action"] is None else f", action {report['action']}"
-    return EnvironmentFailed(
-        f"{spec.env_id} failed in {report['phase']}: replica {report['replica']}, episode {report['episode']}, "
-        f"step {report['step']} (episode seed {report['seed']}{action}; {who}):\n{report['traceback']}"
-    )
+    def _progress(self, child: Child) -> tuple[int, bool]:
+        """A number that grows with a child's work, and whether it has nothing to do."""
+        control = self._control
+        if child.role == "actor":
+            own = self._layout.actor_of == child.index
+            return int(control.answered[own].sum()), bool((control.answered[own] >= control.posted[own]).all())
+        own = self._layout.executor_groups[child.index]
+        finished, interval = int(control.finished[child.index]), int(control.interval[0])
+        start = interval * self._config.runtime.sync_interval
+        end = start + self._config.runtime.sync_interval
+        posted, answered, stepped = control.posted[own], control.answered[own], control.stepped[own]
+        waits = (posted > answered).any() and not ((answered > stepped) | (posted <= start)).any()
+        return int((posted + stepped).sum()) + finished, finished > interval or bool(waits and (stepped < end).any())
+
+    def _place(self, child: Child) -> tuple[Hashable, str]:
+        """Where a child failed, and whether it said so itself."""
+        fault = child.fault
+        if fault is not None and fault["kind"] == "environment":
+            return (fault["replica"], fault["episode"], fault["step"]), "reported"
+        progress, _ = self._progress(child)
+        return (child.role, child.index, progress), "silent" if fault is None else "reported"
+
+    def _reason(self, child: Child) -> RunFailed:
+        """Why a child ended, for the user."""
+        fault = child.fault
+        if fault is None:
+            child.process.join()
+            code = child.process.exitcode or 0
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
+            hint = " (the system kills processes like this when memory runs out)" if code == -9 else ""
+            return RunFailed(f"{child} {how} without a word{hint}")
+        if fault["kind"] == "hung":
+            stack = fault["stack"] or "it could not write its stack: the process is stopped"
+            return RunFailed(f"{child} has made no progress for {fault['seconds']:.0f} s (--step-timeout):\n{stack}")
+        if fault["kind"] == "internal":
+            return RunFailed(f"{child} failed:\n{fault['traceback']}")
+        action = "" if fault["action"] is None else f", action {fault['action']}"
+        return EnvironmentFailed(
+            f"{self._spec.env_id} failed in {fault['phase']}: replica {fault['replica']}, episode {fault['episode']}, "
+            f"step {fault['step']} (episode seed {fault['seed']}{action}; {child}):\n{fault['traceback']}"
+        )

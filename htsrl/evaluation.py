@@ -20,7 +20,7 @@ from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
-from htsrl.actors.reports import reported
+from htsrl.actors.reports import Stack, reported
 from htsrl.checkpoint import load_checkpoint, newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
@@ -213,7 +213,8 @@ class Evaluator:
         self._lifeline, self._hold_lifeline = mailbox()
         self._reports, report = multiprocessing.Pipe(duplex=False)
         requests, self._requests = multiprocessing.Pipe(duplex=False)
-        ports = EvaluatorPorts(config, spec, requests, Lines(self._lifeline, report))
+        self._stack = Stack()
+        ports = EvaluatorPorts(config, spec, requests, Lines(self._lifeline, report, self._stack))
         self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
         report.close()
         requests.close()
@@ -254,7 +255,7 @@ class Evaluator:
         self._process.kill()
         self._process.join()
         self._process.close()
-        for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests):
+        for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests, self._stack):
             end.close()
 
     def _hear(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from htsrl.rundir import EVALUATIONS, METRICS, plain, write_atomically
+from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain, write_atomically
 
 
 class JsonLines:
@@ -78,6 +78,8 @@ def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None
         METRICS: lambda record: record["interval"] < interval,
         EVALUATIONS: lambda record: record["steps"] <= steps and record["steps"] not in repeated,
     }
+    if (run_dir / DIGESTS).exists():
+        kept[DIGESTS] = kept[METRICS]
     for name, keep in kept.items():
         records = [record for record in read_json_lines(run_dir / name) if keep(record)]
         write_atomically(run_dir / name, "".join(json.dumps(record) + "\n" for record in records).encode())

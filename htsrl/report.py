@@ -10,7 +10,7 @@ from typing import Any
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.logfiles import JsonLines, TensorBoard, read_json_lines
-from htsrl.rundir import EVALUATIONS, METRICS, RESULT, plain, update_result
+from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, RESULT, plain, update_result
 from htsrl.terminal import Board, QuietView, View, evaluation_line, facts_line, greeting, last_lines, make_view
 
 EVENTS = "TensorBoard events"
@@ -27,6 +27,8 @@ class Reporter:
         self._files: dict[str, JsonLines | TensorBoard] = {
             name: JsonLines(run_dir / name) for name in (METRICS, EVALUATIONS)
         }
+        if config.output.record_digests:
+            self._files[DIGESTS] = JsonLines(run_dir / DIGESTS)
         if config.output.tensorboard:
             self._files[EVENTS] = TensorBoard(run_dir)
             self._draw_past()  # of a resumed run
@@ -47,6 +49,10 @@ class Reporter:
         self._append(METRICS, numbers)
         self._append(EVENTS, numbers)
         self._show(self._view.interval)
+
+    def digests(self, record: Mapping[str, int | str]) -> None:
+        """Record an interval's digests: a line of ``digests.jsonl``, where the configuration asks for them."""
+        self._append(DIGESTS, dict(record))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Record an evaluation of the policy as it was at ``record['steps']``."""

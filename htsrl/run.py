@@ -26,6 +26,7 @@ from htsrl.actors.delays import random_pauses
 from htsrl.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.crew import Crew
+from htsrl.digests import interval_digests
 from htsrl.envs.spec import EnvSpec
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
@@ -40,7 +41,6 @@ from htsrl.storage.memory import Arena, total_bytes
 RECENT_EPISODES = 100
 # Without --checkpoint-every, this often by the clock: results don't depend on when checkpoints are written.
 CHECKPOINT_SECONDS = 60.0
-STAND_FIELDS = ("episode", "episode_steps", "episode_reward", "reset_pending")
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Run:
         self.layout = layout_for(config, spec)
         fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
         size = len(self.learner.parameters)
-        control = control_fields(self.N, len(self.layout.groups), self.layout.num_executors, size)
+        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
         self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
         self.storages = [self.arena.views("even"), self.arena.views("odd")]
         self.control = self.arena.views("control")
@@ -120,14 +120,13 @@ class Run:
             self.reproducible = checkpoint.state["reproducible"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
-            for name in STAND_FIELDS:
-                getattr(self.control, name)[:] = checkpoint.state["replicas"][name]
         self.control.interval[0] = self.progress.interval - 1
         self.control.finished[:] = self.progress.interval
-        self.control.posted[:] = self.control.answered[:] = self.progress.interval * self.T
-        self.episode_logs = EpisodeLogs(logs)
+        for counter in (self.control.posted, self.control.answered, self.control.stepped):
+            counter[:] = self.progress.interval * self.T
+        self.episode_logs = EpisodeLogs(logs, self.progress.interval)
         processes.preload(envs.module_of(config.env))
-        self.crew = Crew(config, spec, self.layout, self.arena, logs, delay_ms)
+        self.crew = Crew(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
         self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
         if self.evaluator is not None and checkpoint is not None:
             self.evaluator.restore(checkpoint.group("evaluation"))
@@ -147,7 +146,6 @@ class Run:
     def train(self, stop: threading.Event) -> None:
         """Run intervals until the budget is spent or ``stop`` is set."""
         self.crew.await_ready()
-        self.restart_unreproducible()
         self.reporter.start(self.facts())
         self.clock = time.perf_counter() - self.progress.seconds
         hts = self.config.runtime.schedule == "hts"
@@ -173,6 +171,7 @@ class Run:
                 self.consume(j, full)
                 full = None
             self.evaluate_if_due()
+            self.hear_crew()
 
             # Publish θ_{j+1}, change storages, go on
             if self.progress.steps >= self.config.total_steps or stop.is_set():
@@ -187,12 +186,13 @@ class Run:
 
     def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
         """Publish the behaviour parameters of interval j and let the executors begin."""
-        self.control.parameters[:] = behaviour.cpu().numpy()
-        self.control.version[0] = version
-        self.storages[j % 2].behaviour_version[0] = version
-        self.control.interval[0] = j
-        self.begun = time.perf_counter()
-        self.crew.begin_interval()
+        with self.crew.changes:
+            self.control.parameters[:] = behaviour.cpu().numpy()
+            self.control.version[0] = version
+            self.storages[j % 2].behaviour_version[0] = version
+            self.control.interval[0] = j
+            self.begun = time.perf_counter()
+            self.crew.begin_interval()
 
     def write_noise(self, j: int) -> None:
         """Draw the action noise of interval j, each replica's from its own generator. Only actors read it."""
@@ -211,6 +211,8 @@ class Run:
         """
         now = time.perf_counter()
         storage, progress = self.storages[j % 2], self.progress
+        with self.crew.changes:
+            self.episode_logs.advance(storage)
         ended = storage.episode_length.T > 0  # [N, T]: in (replica, step) order
         steps = int(storage.valid.sum())
         before, seconds_before = progress.steps, progress.seconds
@@ -220,7 +222,6 @@ class Run:
         progress.seconds = now - self.clock
         progress.returns.extend(storage.episode_return.T[ended].tolist())
         progress.scores.extend(storage.episode_score.T[ended].tolist() if self.spec.has_score else ())
-        self.stands = {name: getattr(self.control, name).copy() for name in STAND_FIELDS}
         every = self.config.output.checkpoint_every
         self.checkpoint_due = (
             crossed(every, before, progress.steps) if every else time.monotonic() - self.saved_at > CHECKPOINT_SECONDS
@@ -249,10 +250,12 @@ class Run:
         metrics = self.learner.learn(storage, min(record["steps"] / self.config.total_steps, 1.0))
         record["time/learn"] = time.perf_counter() - started
         self.progress.trajectory = trajectory_digest(self.progress.trajectory, storage)
-        self.episode_logs.advance(storage)
         self.reporter.interval(record | metrics)
+        if self.config.output.record_digests:
+            parameters = self.learner.named(self.learner.newest)
+            self.reporter.digests(interval_digests(j, self.progress.trajectory, parameters, metrics))
         if self.checkpoint_due:
-            self.save_checkpoint(storage)
+            self.save_checkpoint()
 
     def evaluate_if_due(self) -> None:
         """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
@@ -263,15 +266,15 @@ class Run:
         for evaluation in self.evaluator.results():
             self.reporter.evaluation(evaluation)
 
-    def save_checkpoint(self, storage: Any, finished: bool = False) -> Path:
-        """Write the checkpoint for the start of the next interval; ``storage`` is the one before it, consumed."""
+    def save_checkpoint(self, finished: bool = False) -> Path:
+        """Write the checkpoint for the start of the interval after the one that was consumed last."""
         self.saved_at = time.monotonic()
-        progress, learner = self.progress, self.learner
+        progress, learner, logs = self.progress, self.learner, self.episode_logs.logs
         tensors = {
             **learner.tensors(),
-            **{f"episodes/{n}": self.episode_logs.actions(n) for n in range(self.N)},
+            **{f"episodes/{n}": log.actions for n, log in enumerate(logs)},
             **(self.evaluator.pending() if self.evaluator is not None else {}),
-            "last_obs": storage.obs[-1],
+            "last_obs": np.stack([log.last_obs for log in logs if log.last_obs is not None]),
         }
         state = {
             "finished": finished,
@@ -284,7 +287,7 @@ class Run:
             "trajectory": progress.trajectory.hex(),
             "returns": list(progress.returns),
             "scores": list(progress.scores),
-            "replicas": {name: array.tolist() for name, array in self.stands.items()},
+            "replicas": [{"episode": log.episode, "reset_pending": log.reset_pending} for log in logs],
             "config": self.config.model_dump(mode="json"),
             "versions": self.spec.versions,
             "htsrl": version("htsrl"),
@@ -301,7 +304,7 @@ class Run:
         if self.evaluator is not None:
             for evaluation in self.evaluator.results(wait=True):
                 self.reporter.evaluation(evaluation)
-        path = self.save_checkpoint(self.storages[(progress.interval - 1) % 2], finished=not interrupted)
+        path = self.save_checkpoint(finished=not interrupted)
         progress.seconds = time.perf_counter() - self.clock
         values = {
             "steps": progress.steps,
@@ -314,26 +317,18 @@ class Run:
             "parameters_sha256": parameters_digest(self.learner.named(self.learner.newest).items()),
             "trajectory_sha256": progress.trajectory.hex(),
             "reproducible": self.reproducible,
-            "recovered": 0,
+            "recovered": self.crew.recovered,
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
         self.result = Result(self.run_dir, interrupted, values)
         self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
 
-    def restart_unreproducible(self) -> None:
-        """Take note of replicas that could not be brought back to where they stood, and began a new episode."""
-        if not self.crew.unreproducible:
-            return
-        replicas = ", ".join(map(str, self.crew.unreproducible))
-        self.reporter.note(
-            f"{self.spec.env_id} does not repeat itself: replaying seed and actions led to another observation "
-            f"(replicas {replicas}); these begin a new episode, and this run is marked as not reproducible"
-        )
-        self.reproducible = False
-        for n in self.crew.unreproducible:
-            self.episode_logs.restart(n)
-        self.crew.unreproducible.clear()
+    def hear_crew(self) -> None:
+        """Pass on what happened to the crew since the last barrier."""
+        for event in self.crew.take_events():
+            self.reporter.note(event)
+        self.reproducible = self.reproducible and self.crew.reproducible
 
     def facts(self) -> dict[str, str]:
         """What to show once at the start."""
@@ -353,10 +348,10 @@ def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
     replicas, actions = checkpoint.state["replicas"], checkpoint.group("episodes")
     return [
         EpisodeLog(
-            episode=replicas["episode"][n],
+            episode=replicas[n]["episode"],
             actions=actions[str(n)],
-            reset_pending=replicas["reset_pending"][n],
-            last_obs=checkpoint.tensors["last_obs"][n] if checkpoint.state["interval"] else None,
+            reset_pending=replicas[n]["reset_pending"],
+            last_obs=checkpoint.tensors["last_obs"][n],
         )
         for n in range(N)
     ]

@@ -19,6 +19,7 @@ from htsrl.errors import ConfigError
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+DIGESTS = "digests.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
 INITIAL = "initial.safetensors"  # the weights from which a forked run began

@@ -26,9 +26,9 @@ from htsrl.tomlfile import load_config, save_config
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
     {
-        "num_executors", "num_actors", "envs_per_group",
+        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout",
         "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
-        "tensorboard", "progress",
+        "tensorboard", "record_digests", "progress",
     }
 )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _execute(
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that can be read, and what is wrong with the newer ones."""
-    damaged = []
+    damaged: list[str] = []
     for path in reversed(list_checkpoints(run_dir / CHECKPOINTS)):
         try:
             return load_checkpoint(path), damaged
@@ -144,17 +144,22 @@ def refuse_changed_results(before: AnyConfig, after: AnyConfig, changes: Layer) 
 
 def refuse_changed_environment(checkpoint: Checkpoint, spec: EnvSpec) -> None:
     """Refuse an environment whose package is not the one that the run began with."""
+    changed = changed_environment(checkpoint, spec)
+    if changed:
+        raise ConfigError(
+            f"the environment is not the same as when the run was stopped ({changed}): install that version "
+            "again, or start a new run from these weights with --fork"
+        )
+
+
+def changed_environment(checkpoint: Checkpoint, spec: EnvSpec) -> str:
+    """Which of the environment's packages are not those of when ``checkpoint`` was written."""
     before, now = checkpoint.state["versions"], spec.versions
-    changed = [
+    return "; ".join(
         f"{name} {before.get(name, 'none')} then, {now.get(name, 'none')} now"
         for name in sorted(before | now)
         if before.get(name) != now.get(name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"the environment is not the same as when the run was stopped ({'; '.join(changed)}): install that version "
-            "again, or start a new run from these weights with --fork"
-        )
+    )
 
 
 def changed_fingerprint(checkpoint: Checkpoint, config: AnyConfig) -> str:

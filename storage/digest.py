@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,4 +31,15 @@ def parameters_digest(parameters: Iterable[tuple[str, np.ndarray]]) -> str:
     digest = hashlib.sha256()
     for _, array in sorted(parameters, key=lambda item: item[0]):
         digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def losses_digest(metrics: Mapping[str, float]) -> str:
+    """SHA-256, in hexadecimal, of the names and float64 bits of one interval's losses, in name order.
+
+    Losses are those of ``metrics`` whose names begin with ``loss/``; clock times and counters are not covered.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(name for name in metrics if name.startswith("loss/")):
+        digest.update(name.encode() + b"\0" + struct.pack("<d", metrics[name]))
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class EpisodeLog:
-    """Where one replica stands at a barrier."""
+    """Where one replica stands before a row."""
 
     episode: int
     """k: the current episode starts from ``episode_seed(seed, n, k)``."""
@@ -23,28 +23,33 @@ class EpisodeLog:
 
 
 class EpisodeLogs:
-    """The logs of all N replicas, advanced at each barrier from the storage that was just filled."""
+    """The logs of all N replicas as of the start of ``interval``; advanced at each barrier."""
 
-    def __init__(self, logs: list[EpisodeLog]) -> None:
-        self._pieces = [[log.actions] for log in logs]
+    def __init__(self, logs: list[EpisodeLog], interval: int) -> None:
+        self.logs = logs
+        self.interval = interval
 
     def advance(self, storage: Any) -> None:
-        """Take over an interval's actions: those since the current episode began."""
+        """Go on to the start of the next interval; ``storage`` holds this one's T rows."""
+        T = len(storage.reward)
+        self.logs = [self.as_of(storage, n, T) for n in range(len(self.logs))]
+        self.interval += 1
+
+    def as_of(self, storage: Any, n: int, row: int) -> EpisodeLog:
+        """Where replica ``n`` stands before row ``row`` of this interval, whose earlier rows ``storage`` holds."""
+        log = self.logs[n]
+        if row == 0:
+            return log
         # An episode begins after the row that terminated the one before, or after the row that is not a transition.
-        begins = (storage.episode_length > 0) & ~storage.truncated | ~storage.valid
-        for n, pieces in enumerate(self._pieces):
-            boundaries = np.flatnonzero(begins[:, n])
-            start = 0
-            if len(boundaries):
-                pieces.clear()
-                start = int(boundaries[-1]) + 1
-            pieces.append(storage.action[start:, n].copy())
-
-    def actions(self, n: int) -> np.ndarray:
-        """[L, *A] the actions of replica n's current episode, up to the last barrier."""
-        self._pieces[n] = [np.concatenate(self._pieces[n])]
-        return self._pieces[n][0]
-
-    def restart(self, n: int) -> None:
-        """Replica n has begun a new episode."""
-        self._pieces[n] = [self._pieces[n][0][:0]]
+        ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
+        beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
+        if len(beginnings):
+            actions = storage.action[int(beginnings[-1]) + 1 : row, n].copy()
+        else:
+            actions = np.concatenate([log.actions, storage.action[:row, n]])
+        return EpisodeLog(
+            episode=log.episode + len(beginnings),
+            actions=actions,
+            reset_pending=bool(storage.truncated[row - 1, n]),
+            last_obs=storage.obs[row, n].copy(),
+        )

@@ -57,8 +57,8 @@ def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int) -> list[Field
     ]
 
 
-def control_fields(N: int, groups: int, executors: int, parameters: int) -> list[Field]:
-    """The fields that exist once: counters, published parameters, where every replica stands."""
+def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
+    """The fields that exist once: counters and the published parameters."""
 
     def field(name: str, shape: tuple[int, ...], dtype: type, writer: Role, *readers: Role) -> Field:
         return Field(name, shape, np.dtype(dtype), writer, readers)
@@ -69,16 +69,11 @@ def control_fields(N: int, groups: int, executors: int, parameters: int) -> list
         # The behaviour parameters and their version; published while everybody waits.
         field("parameters", (parameters,), np.float32, "run", "actor"),
         field("version", (1,), np.int64, "run", "actor"),
-        # Rows of each group over the whole run. Outstanding: posted = answered + 1. Counters only grow, and messages
-        # are mere hints to look at them, so a doubled or lost message changes nothing.
+        # Rows of each group over the whole run: observations posted, actions answered, steps made. Counters only grow,
+        # and messages are mere hints to look at them, so a doubled or lost message changes nothing.
         field("posted", (groups,), np.int64, "executor", "actor", "run"),
         field("answered", (groups,), np.int64, "actor", "executor", "run"),
+        field("stepped", (groups,), np.int64, "executor", "run"),
         # Intervals each executor has completed.
         field("finished", (executors,), np.int64, "executor", "run"),
-        # Where each replica stands at the end of an interval: seed number, steps and return of its current episode,
-        # and whether the next row is a reset instead of a transition.
-        field("episode", (N,), np.int64, "executor", "run"),
-        field("episode_steps", (N,), np.int64, "executor", "run"),
-        field("episode_reward", (N,), np.float64, "executor", "run"),
-        field("reset_pending", (N,), np.bool_, "executor", "run"),
     ]

@@ -10,6 +10,9 @@ from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.learner.rollout import Rollout
 from htsrl.models import ActorCritic, FlatParameters, build_model
 
+# On tensors this small a second thread only waits, and on a busy machine for milliseconds.
+torch.set_num_threads(1)
+
 DISCRETE = ActionSpec("discrete", nvec=(3,))
 MULTI = ActionSpec("multi_discrete", nvec=(3, 2), shape=(2,))
 BOX = ActionSpec("box", low=(-1.0, -1.0), high=(1.0, 1.0), shape=(2,))

@@ -1,0 +1,182 @@
+"""The benchmarks: their model against known values, what they refuse, and small runs that leave complete records."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from htsrl.errors import ConfigError
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: object, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The scripts' folder on the path, as when one of them runs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+# ----------------------------------------------------------------------------------------------------------- the models
+
+
+@pytest.mark.parametrize(
+    ("n", "alpha", "maximum"),
+    # E[max over n] of sums of alpha exponential times of mean 1, from 20,000 draws elsewhere
+    [
+        (16, 1, 3.377),
+        (16, 4, 8.240),
+        (16, 16, 23.83),
+        (16, 64, 78.91),
+        (16, 128, 148.7),
+        (64, 1, 4.742),
+        (64, 16, 26.92),
+    ],
+)
+def test_expected_maximum_of_gamma_sums(benchmarks, n, alpha, maximum):
+    from limits import expected_maximum
+
+    assert alpha * expected_maximum(alpha, n, 20_000) == pytest.approx(maximum, rel=0.01)
+
+
+def test_expected_maximum_of_exponentials_is_the_harmonic_number(benchmarks):
+    from limits import expected_maximum
+
+    for n in (1, 4, 64):
+        assert expected_maximum(1.0, n, 50_000) == pytest.approx(sum(1 / k for k in range(1, n + 1)), rel=0.01)
+
+
+def test_barrier_model_lies_between_lockstep_and_no_waiting(benchmarks):
+    from limits import barrier_model
+
+    model = barrier_model(mean_s=0.01, shape=1.0, N=16, T=128)
+    assert model.no_waiting == pytest.approx(1600)
+    assert model.barrier == pytest.approx(16 * 128 / (0.01 * 148.7), rel=0.01)
+    assert model.lockstep == pytest.approx(16 / (0.01 * 3.377), rel=0.01)
+    one_step = barrier_model(mean_s=0.01, shape=4.0, N=8, T=1)
+    assert one_step.barrier == one_step.lockstep < one_step.no_waiting
+
+
+def test_curve_measures(benchmarks):
+    from learning import MOST_POINTS, curve_mean, steps_to_reach, thinned
+
+    rows = [[100 * k, float(k), None, 0.1 * k, 50 * k] for k in range(1, 6)]  # steps, return, score, seconds, episodes
+    assert steps_to_reach(rows, "return", 1.0) == 200  # 100 episodes have ended only then
+    assert steps_to_reach(rows, "return", 4.5) == 500
+    assert steps_to_reach(rows, "return", 6.0) is None
+    assert curve_mean(rows, "return") == pytest.approx(3.0)
+    assert curve_mean(rows, "score") is None
+    long = [[float(k), 0.0, None, 0.0, 0.0] for k in range(1001)]
+    assert len(thinned(long)) <= MOST_POINTS
+    assert thinned(long)[-1] == long[-1]
+    assert thinned([]) == []
+
+
+def test_workloads_are_valid_configurations(benchmarks):
+    from workloads import FIXED, flags, workload
+
+    for name in (*FIXED, "sleep-10-1-16", "sleep-0.5-16-64"):
+        each = workload(name)
+        assert each.config(schedule="sync").runtime.num_envs == each.settings["num_envs"]
+        assert all(word.startswith("--") or word for word in flags(each.settings))
+    sleeping = workload("sleep-2-16-64")
+    assert sleeping.sleep is not None
+    assert (sleeping.sleep.mean_s, sleeping.sleep.shape, sleeping.settings["num_executors"]) == (0.002, 16.0, 64)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("throughput.py", ["--workload", "chess"], "chess is not a workload"),
+        ("throughput.py", ["--workload", "sleep-0-1-16"], "greater than zero"),
+        ("throughput.py", ["--schedules", "hts,fast"], "fast is not a schedule"),
+        ("throughput.py", ["--peers", "rival"], "rival is not a peer"),
+        ("throughput.py", ["--peers", "sb3", "--peer-python", "nowhere"], "--setup-peers sb3"),
+        ("throughput.py", ["--set", "epochs=0"], "epochs must be"),
+        ("throughput.py", ["--rounds", "0"], "--rounds"),
+        ("learning.py", ["--task", "chess"], "chess is not a task"),
+        ("learning.py", ["--schedules", "async"], "async is not a schedule"),
+        ("learning.py", ["--seeds", "a"], "--seeds"),
+        ("contract_cost.py", ["--rows", "0"], "--rows"),
+        ("contract_cost.py", ["--spread", "17"], "between 1 and 16"),
+    ],
+)
+def test_refusals_are_one_sentence(benchmarks, monkeypatch, capsys, script, arguments, words):
+    from importlib import import_module
+
+    from facts import run_main
+
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    assert run_main(import_module(script.removesuffix(".py")).main) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith(f"{script}: error: ")
+    assert error.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- small runs
+
+
+def test_a_short_throughput_run_leaves_a_complete_record(tmp_path):
+    path, picture = tmp_path / "speed.json", tmp_path / "speed.png"
+    arguments = ["--workload", "cartpole", "--schedules", "hts", "--seconds", 2, "--rounds", 1]
+    done = run("throughput.py", *arguments, "--json", path, "--plot", picture, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert {"command", "date", "commit", "machine", "versions", "workloads"} <= record.keys()
+    cartpole = record["workloads"]["cartpole"]
+    figures = cartpole["medians"]["hts"]
+    assert all(math.isfinite(value) for value in figures.values()), figures
+    assert figures["seconds"] >= 2
+    assert figures["steps_per_second"] == pytest.approx(figures["steps"] / figures["seconds"])
+    assert figures["processes"] >= 4  # run, fork server, executor, actor
+    assert 0 < figures["pss_mib"] < figures["peak_rss_mib"]
+    assert 0 <= figures["barrier_share"] <= 1
+    assert 0 < figures["of_limit"] < 1.2
+    parts = cartpole["limit"]["cpu_seconds_per_1000_steps"]
+    assert parts.keys() == {"environment", "inference", "learning"}
+    limit = 1000 * cartpole["limit"]["cores"] / sum(parts.values())
+    assert cartpole["limit"]["steps_per_second"] == pytest.approx(limit)
+    assert picture.stat().st_size > 1000
+    assert "of limit" in done.stdout
+
+
+def test_learning_keeps_each_run_and_does_none_twice(tmp_path, monkeypatch):
+    arguments = ["--task", "cartpole-ppo", "--steps", 4096, "--episodes", 2, "--out", tmp_path / "out"]
+    first = run("learning.py", *arguments, "--seeds", "0", "--schedules", "hts", cwd=tmp_path)
+    assert first.returncode == 1, first.stderr  # nothing is learned in so few steps
+    path = tmp_path / "out" / "learning-cartpole-ppo.json"
+    (kept,) = json.loads(path.read_text())["runs"]
+    assert kept["passed"] is False
+    assert kept["result"]["steps"] == kept["curve"][-1][0] == 4096
+    assert kept["evaluation"]["episodes"] == 2
+    assert len(kept["result"]["parameters_sha256"]) == 64
+    assert kept["config"]["runtime"]["num_envs"] == 16
+    assert {"commands", "date", "commit", "machine", "versions", "steps_to_reach", "curve_mean"} <= kept.keys()
+    assert path.with_suffix(".png").stat().st_size > 1000
+
+    second = run("learning.py", *arguments, "--seeds", "0", cwd=tmp_path)
+    assert "--schedule hts" not in second.stdout
+    record = json.loads(path.read_text())
+    assert [(each["seed"], each["schedule"]) for each in record["runs"]] == [(0, "hts"), (0, "sync")]
+    assert record["runs"][0] == kept
+    assert record["comparison"].keys() == {"hts", "sync"}
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from learning import opened
+
+    assert opened(path, "cartpole-ppo", 4096, 2) == record
+    with pytest.raises(ConfigError, match="name another --out"):
+        opened(path, "cartpole-ppo", 2048, 2)
