@@ -10,7 +10,12 @@ Names are imported when first used, so that ``import htsrl`` costs nothing and e
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# The learner's threads share the cores with executors and actors: one that spins while it waits for another takes the
+# core that the other needs (three times slower on two cores). OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 

@@ -224,7 +224,7 @@ def test_the_budget_is_a_few_intervals_unless_it_is_given():
         ("--layouts 1x1", "two layouts to compare"),
         ("--layouts", "--layouts needs a value"),
         ("--layout 1x1,2x1", "did you mean --layouts?"),
-        ("--delays -1", "--delays must be milliseconds"),
+        ("--delays -1", "--delays must be a number of milliseconds"),
         ("--delays soon", "got soon"),
         ("--json yes", "--json takes no value"),
         ("--nonsense 1", "--nonsense is not known"),
