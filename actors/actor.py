@@ -9,7 +9,7 @@ import torch
 
 from htsrl import determinism
 from htsrl.actors.delays import random_pauses
-from htsrl.actors.inference import InferenceBatch, invariant_buckets
+from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_once
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ActorPorts
 from htsrl.actors.reports import reported, send_ready
@@ -28,7 +28,8 @@ def run_actor(ports: ActorPorts) -> None:
         parameters = FlatParameters(model, gradients=False)
         layout, T = ports.layout, ports.sync_interval
         own_groups = np.flatnonzero(layout.actor_of == ports.index)
-        buckets = invariant_buckets(model, ports.spec, layout.num_envs, device)
+        rows_wanted = rows_at_once(ports.spec, layout.num_envs, device)
+        buckets = invariant_buckets(model, ports.spec, rows_wanted, device)
         batch = InferenceBatch(model, ports.spec, buckets, device)
         control = ports.arena.views("control")
         storages = [flat_rows(ports.arena.views(name)) for name in ("even", "odd")]
@@ -49,20 +50,20 @@ def run_actor(ports: ActorPorts) -> None:
             interval = int(control.interval[0])
             storage = storages[interval % 2]
 
-            # Gather their rows
+            # Find their rows
             steps = control.answered[groups] - interval * T
             rows_of_groups = [t * layout.num_envs + columns_of[g] for g, t in zip(groups.tolist(), steps.tolist())]
             index = np.concatenate(rows_of_groups)
 
-            # Infer and sample: one forward pass for all
-            np.take(storage.obs, index, axis=0, out=batch.obs[: len(index)], mode="clip")
-            np.take(storage.noise, index, axis=0, out=batch.noise[: len(index)], mode="clip")
-            answer = batch.answer(len(index))
-
-            # Scatter the answers
-            storage.action[index] = answer.action
-            storage.log_prob[index] = answer.log_prob
-            storage.value[index] = answer.value
+            # Infer and sample, as many rows at once as a batch holds; scatter the answers
+            for start in range(0, len(index), batch.largest):
+                rows = index[start : start + batch.largest]
+                np.take(storage.obs, rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
+                np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
+                answer = batch.answer(len(rows))
+                storage.action[rows] = answer.action
+                storage.log_prob[rows] = answer.log_prob
+                storage.value[rows] = answer.value
             control.answered[groups] += 1
 
             # Tell their executors

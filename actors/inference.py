@@ -47,6 +47,11 @@ class InferenceBatch:
         self.noise = self._noise.numpy()
         """[largest bucket, K]"""
 
+    @property
+    def largest(self) -> int:
+        """The most rows that one call can answer."""
+        return self.buckets[-1]
+
     @torch.inference_mode()
     def answer(self, rows: int, mode: bool = False) -> Answer:
         """Answer the first ``rows`` rows of ``obs`` and ``noise``; ``mode`` takes the most likely actions instead."""
@@ -58,6 +63,15 @@ class InferenceBatch:
         action = head.mode(parameters) if mode else head.sample(parameters, noise)
         log_prob = head.log_prob(parameters, action)
         return Answer(*(x[:rows].cpu().numpy() for x in (action, log_prob, value)))
+
+
+def rows_at_once(spec: EnvSpec, num_envs: int, device: torch.device) -> int:
+    """How many rows the largest batch should hold.
+
+    On a CPU the cost of a convolution grows with its rows: batches of eight lose nothing, and few waiting rows are
+    padded little. Small networks and GPUs pay for the call, and take all replicas at once.
+    """
+    return min(num_envs, 8) if spec.observation_kind == "image" and device.type == "cpu" else num_envs
 
 
 def bucket_sizes(largest: int) -> list[int]:

@@ -8,7 +8,9 @@ parameters and noise, and a step of seed and actions, so that whatever is done t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import multiprocessing
 import os
 import select
@@ -21,6 +23,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+import psutil
 
 from htsrl import processes
 from htsrl.actors.actor import run_actor
@@ -38,6 +42,7 @@ from htsrl.storage.memory import Arena
 # Start-up imports torch and builds environments, 16 football engines at worst; after this long something is wrong.
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 5.0
+MEMORY_EVERY_S = 10.0
 # A reported failure that comes back at the same step would come back for ever. Whoever kills processes from outside may
 # strike twice before one has made a step.
 SAME_PLACE_LIMIT = {"reported": 2, "silent": 4}
@@ -114,6 +119,7 @@ class Crew:
         self._delay_ms = delay_ms
         self._control = arena.views("control")
         self._storages = [arena.views("even"), arena.views("odd")]
+        self._measured_at = -math.inf
         self._failure: RunFailed | None = None
         self._stopping = False
         self._events: list[str] = []
@@ -168,6 +174,20 @@ class Crew:
         with self.changes:
             events, self._events = self._events, []
         return events
+
+    def memory(self) -> dict[str, float]:
+        """Proportional set size in MiB, of this process and summed over each role; looked up every ten seconds."""
+        now = time.monotonic()
+        if now - self._measured_at < MEMORY_EVERY_S:
+            return {}
+        self._measured_at = now
+        totals: Counter[str] = Counter()
+        with self.changes:
+            processes_by_role = [("run", os.getpid()), *((child.role, child.process.pid) for child in self.children)]
+        for role, pid in processes_by_role:
+            with contextlib.suppress(psutil.Error):
+                totals[f"memory/{role}_mb"] += psutil.Process(pid).memory_full_info().pss / 2**20
+        return dict(totals)
 
     def stop(self) -> None:
         """End every process: those that don't leave when asked are killed. Safe to call twice."""

@@ -245,8 +245,8 @@ class Evaluator:
         """Request again what :meth:`pending` returned (without its first prefix)."""
         requests: dict[int, dict[str, np.ndarray]] = {}
         for key, array in pending.items():
-            steps, name = key.split("/", 1)
-            requests.setdefault(int(steps), {})[name] = array
+            when, name = key.split("/", 1)
+            requests.setdefault(int(when), {})[name] = array
         for steps in sorted(requests):
             self.request(steps, requests[steps])
 

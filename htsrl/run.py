@@ -28,6 +28,7 @@ from htsrl.config import AnyConfig
 from htsrl.crew import Crew
 from htsrl.digests import interval_digests
 from htsrl.envs.spec import EnvSpec
+from htsrl.errors import RunFailed
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
 from htsrl.report import Reporter
@@ -240,7 +241,7 @@ class Run:
         }
         if self.spec.has_score:
             record["score_mean"] = mean(progress.scores)
-        return record
+        return record | self.crew.memory()
 
     def consume(self, j: int, record: dict[str, float]) -> None:
         """Learn from storage j, and do everything else that needs it."""
@@ -255,7 +256,12 @@ class Run:
             parameters = self.learner.named(self.learner.newest)
             self.reporter.digests(interval_digests(j, self.progress.trajectory, parameters, metrics))
         if self.checkpoint_due:
-            self.save_checkpoint()
+            try:
+                self.save_checkpoint()
+            except OSError as error:
+                self.reporter.note(
+                    f"no checkpoint this time, the run goes on: {(error.strerror or str(error)).lower()}"
+                )
 
     def evaluate_if_due(self) -> None:
         """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
@@ -304,7 +310,10 @@ class Run:
         if self.evaluator is not None:
             for evaluation in self.evaluator.results(wait=True):
                 self.reporter.evaluation(evaluation)
-        path = self.save_checkpoint(finished=not interrupted)
+        try:
+            path = self.save_checkpoint(finished=not interrupted)
+        except OSError as error:
+            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
         progress.seconds = time.perf_counter() - self.clock
         values = {
             "steps": progress.steps,

@@ -42,6 +42,7 @@ def train(config: AnyConfig) -> Result:
     """
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
+    build_model(spec, config.network, config.seed)  # a network that doesn't fit is refused before anything is written
     run_dir = create_run_dir(config)
     save_config(config, run_dir / CONFIG)
     return _execute(config, spec, run_dir, None)

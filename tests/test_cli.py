@@ -185,7 +185,7 @@ def test_eval_prints_json(
         ("plot {}", "{} is not the folder of a run: it has no config.toml"),
         ("doctor please", "please is not known; `htsrl doctor --help` lists the options"),
         ("trian", "trian is not a command; did you mean `htsrl train`?"),
-        ("--env CartPole-v1", "--env is not a command; the commands are train, eval, plot, doctor"),
+        ("--env CartPole-v1", "--env is not a command; the commands are train, resume, eval, verify, plot, doctor"),
     ],
 )
 def test_refused_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str) -> None:
