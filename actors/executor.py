@@ -50,11 +50,11 @@ def run_executor(ports: ExecutorPorts) -> None:
             storage = storages[interval % 2]
 
             # Begin at row 0, or where a predecessor ended; request the first actions
-            rows = {g: int(control.stepped[g]) - interval * T for g in own_groups}
-            rows = {g: t for g, t in rows.items() if t < T}
-            for g, t in rows.items():
-                open_rows(storage, t, groups[g])
-                control.posted[g] = interval * T + t + 1
+            done = {g: int(control.stepped[g]) - interval * T for g in own_groups}
+            rows = {g: steps for g, steps in done.items() if steps < T}
+            for g, row in rows.items():
+                open_rows(storage, row, groups[g])
+                control.posted[g] = interval * T + row + 1
             request(list(rows), actor_of, ports)
             arrived = [g for g in rows if control.answered[g] == control.posted[g]]
 
