@@ -82,9 +82,8 @@ def row_checksums(storage: Any) -> RowChecksums:
     for name in ROW_FIELDS:
         array = getattr(storage, name)
         rows = np.ascontiguousarray(array).reshape(len(array) * N, -1).view(np.uint8)
-        checksums[name] = np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32, len(rows)).reshape(
-            len(array), N
-        )
+        found = np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32, len(rows))
+        checksums[name] = found.reshape(len(array), N)
     assert checksums["obs"].shape == (T + 1, N), checksums["obs"].shape
     return checksums
 
