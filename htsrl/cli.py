@@ -78,7 +78,7 @@ With --fork, a new run begins from the newest weights, and every option may chan
   htsrl resume RUN_DIR --fork --total-steps 2e6 --learning-rate 1e-4"""
 
 VERIFY_HELP = """\
-usage: htsrl verify [train options] [--layouts L,L,...] [--delays [MS]] [--json]
+usage: htsrl verify [train options] [--layouts L,L,...] [--delays [MS]] [--kills] [--json]
        htsrl verify --against RUN_DIR [--layouts L] [--delays [MS]] [--json]
 
 Run one configuration several times, on other processes and with other timing, and compare
@@ -89,6 +89,8 @@ differ, the first interval, replica, step and field is named. Nothing is kept of
                           what the others are compared with (default: these three)
   --delays [MS]           all layouts with random pauses of up to MS milliseconds in
                           executors, actors and learner, the first also without (default: 2)
+  --kills                 all layouts while executors and actors are killed or stopped at
+                          random moments and replaced, the first also without
   --against RUN_DIR       run RUN_DIR, which was trained with --record-digests, again, and
                           stop at the first interval that differs
   --json                  print JSON instead of a table
@@ -98,6 +100,7 @@ Without --total-steps, a run lasts {intervals} intervals. Exit status: 0 the sam
 
 Examples:
   htsrl verify --env CartPole-v1 --delays
+  htsrl verify --env CartPole-v1 --total-steps 50000 --kills
   htsrl verify --env gfootball --num-envs 8 --sync-interval 32 --layouts 1x1,2x2x1,4x2
   htsrl verify --against runs/CartPole-v1-ppo-0-20260101-120000"""
 
@@ -193,14 +196,12 @@ def _verify(arguments: list[str]) -> int:
         print(VERIFY_HELP.format(intervals=trials.DEFAULT_INTERVALS))
         return 0
     own = trials.take_options(given.values)
-    if own.kills:
-        raise ConfigError("--kills is not available yet: a run does not recover from killed processes")
     if own.against is not None:
         return _replay(own, given)
     layers = [toml_layer(given.config_file)] if given.config_file else []
     layers.append(given.layer())
     config = trials.with_total_steps(resolve(layers), layers)
-    plan = trials.plan(config, own.layouts, own.delay_ms)
+    plan = trials.plan(config, own.layouts, own.delay_ms, own.kills)
 
     from htsrl import verify
 
@@ -223,6 +224,8 @@ def _replay(own: VerifyOptions, given: Flags) -> int:
     from htsrl.trials import with_layout
 
     assert own.against is not None
+    if own.kills:
+        raise ConfigError("--kills is not for --against: name the configuration itself, as for `htsrl train`")
     if given.values or given.config_file:
         flag = given.layer().spell(next(iter(given.values))) if given.values else "--config"
         raise ConfigError(f"--against runs {own.against} again as it was configured: leave out {flag}")

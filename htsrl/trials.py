@@ -31,11 +31,14 @@ class Trial:
     """With that layout."""
     delay_ms: float = 0.0
     """The longest of the random pauses in executors, actors and learner."""
+    kills: bool = False
+    """Executors and actors are killed or stopped at random moments."""
 
     @property
     def disturbed(self) -> str:
         """What disturbs this run, in a word or two."""
-        return f"delays to {self.delay_ms:g} ms" if self.delay_ms else "-"
+        delays = [f"delays to {self.delay_ms:g} ms"] if self.delay_ms else []
+        return ", ".join([*delays, *(["kills"] if self.kills else [])]) or "-"
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,10 @@ def delay(text: str) -> float:
     return milliseconds
 
 
-def plan(config: AnyConfig, layouts: str | None, delay_ms: float) -> list[Trial]:
+def plan(config: AnyConfig, layouts: str | None, delay_ms: float, kills: bool = False) -> list[Trial]:
     """The trials of ``config``; the first is the reference: the first layout, undisturbed.
 
-    With delays, every layout runs with them, the first one, too. ``layouts`` None stands for DEFAULT_LAYOUTS.
+    With delays or kills, every layout runs with them, the first one, too. ``layouts`` None stands for DEFAULT_LAYOUTS.
 
     Raises:
         ConfigError: a layout is not one, or does not fit the configuration; or there is nothing to compare.
@@ -106,10 +109,12 @@ def plan(config: AnyConfig, layouts: str | None, delay_ms: float) -> list[Trial]
     if layouts is None:
         names = list(dict.fromkeys(names))
     trials = [Trial(name, with_layout(config, name)) for name in names]
-    if delay_ms:
-        trials = [trials[0], *(Trial(each.layout, each.config, delay_ms) for each in trials)]
+    if delay_ms or kills:
+        trials = [trials[0], *(Trial(each.layout, each.config, delay_ms, kills) for each in trials)]
     if len(trials) < 2:
-        raise ConfigError("--layouts needs two layouts to compare, as in --layouts 1x1,2x2, or --delays beside one")
+        raise ConfigError(
+            "--layouts needs two layouts to compare, as in --layouts 1x1,2x2, or --delays or --kills beside one"
+        )
     return trials
 
 

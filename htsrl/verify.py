@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from htsrl import determinism, envs
+from htsrl import determinism, envs, rng
 from htsrl.checkpoint import Checkpoint
 from htsrl.config import AnyConfig, OutputOptions
 from htsrl.digests import DIGESTED, Digests, Place, RowChecksums, Trail, first_difference, read_digests, row_checksums
@@ -23,6 +24,10 @@ from htsrl.rundir import CONFIG, INITIAL, require_run
 from htsrl.tomlfile import load_config
 from htsrl.training import changed_environment, changed_fingerprint, last_good_checkpoint
 from htsrl.trials import Trial, with_layout, with_other_seed
+
+# With --kills: the longest time between two strikes, and the time after which a stopped process counts as hung.
+LONGEST_PEACE_S = 1.0
+STOPPED_TOO_LONG_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,39 @@ def verify(trials: Sequence[Trial]) -> Iterator[Row]:
 def watch(trial: Trial, spec: EnvSpec) -> tuple[Trail, float]:
     """Run ``trial`` to its end in a temporary folder; returns its trail and steps/s."""
     config = prepare(trial.config, spec)
+    if trial.kills:
+        forgiving = {"step_timeout": STOPPED_TOO_LONG_S, "max_restarts": 1000}
+        config = config.model_copy(update={"runtime": config.runtime.model_copy(update=forgiving)})
     with temporary_run_dir() as run_dir, closing(WatchedReporter(config, spec, run_dir)) as reporter:
         run = WatchedRun(config, spec, run_dir, reporter, delay_ms=trial.delay_ms)
-        with run:
+        with run, killing(run) if trial.kills else nullcontext():
             run.train(threading.Event())
         return Trail(reporter.records, run.rows), run.result.values["steps_per_second"]
+
+
+@contextmanager
+def killing(run: Run) -> Iterator[None]:
+    """Kill or stop a random executor or actor of ``run``, again and again, at random moments of its work."""
+    done = threading.Event()
+    generator = rng.unseeded()
+
+    def strike() -> None:
+        while not done.wait(generator.random() * LONGEST_PEACE_S):
+            crew = list(run.crew.children)
+            # A process that has just been replaced may finish a step first: progress is what a run recovers with
+            if not all(child.ready for child in crew) or not run.control.answered.any():
+                continue
+            child = crew[int(generator.integers(len(crew)))]
+            with suppress(OSError):  # it was being replaced
+                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL if generator.random() < 0.7 else signal.SIGSTOP)
+
+    thread = threading.Thread(target=strike, name="killer")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class WatchedRun(Run):
@@ -112,7 +145,10 @@ class PassingReporter(Reporter):
 
 
 class WatchedReporter(PassingReporter):
-    """Keeps the digests, too."""
+    """Keeps the digests, too. What is done to the processes on purpose is not news."""
+
+    def note(self, message: str) -> None:
+        pass
 
     def __init__(self, config: AnyConfig, spec: EnvSpec, run_dir: Path) -> None:
         self.records: list[Digests] = []

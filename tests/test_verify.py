@@ -43,6 +43,15 @@ def test_layouts_and_delays_agree_and_another_seed_does_not(capsys):
     assert verdict == "the same bits in every run; another seed gives others"
 
 
+def test_killed_and_stopped_processes_change_no_bit(capsys, monkeypatch):
+    monkeypatch.setattr(verify, "LONGEST_PEACE_S", 0.2)
+    monkeypatch.setattr(verify, "STOPPED_TOO_LONG_S", 1.0)
+    status, report = verified(capsys, "--layouts", "2x1", "--kills", "--total-steps", "4000")
+    assert status == 0
+    assert [row["disturbed"] for row in report["runs"]] == ["-", "kills", "-"]
+    assert [row["bits"] for row in report["runs"]] == ["reference", "same", "different"]
+
+
 def sabotage(monkeypatch, change):
     """Apply ``change(storage)`` in interval 1 of every run with two executors, before anything looks at it."""
 
