@@ -103,7 +103,7 @@ def invariant_buckets(model: ActorCritic, spec: EnvSpec, rows: int, device: torc
             return [s for s in smaller if _agrees(model, probe[: few[s]], reference[: few[s]], s)] + [largest]
     raise RuntimeError(
         f"no batch of {rows} to {candidates[-1]} rows computes each row by itself on this device ({device}), so a run "
-        "could not be reproduced; try --device cpu, or another --network"
+        "could not be reproduced; try another --network or --device"
     )
 
 

@@ -38,7 +38,9 @@ _HOME = {
     "SyntheticOptions": "htsrl.config",
     "configure": "htsrl.settings",
     "evaluate_run": "htsrl.evaluation",
+    "fork": "htsrl.training",
     "load_config": "htsrl.tomlfile",
+    "resume": "htsrl.training",
     "to_toml": "htsrl.tomlfile",
     "train": "htsrl.training",
 }
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from htsrl.settings import configure as configure
     from htsrl.tomlfile import load_config as load_config
     from htsrl.tomlfile import to_toml as to_toml
+    from htsrl.training import fork as fork
+    from htsrl.training import resume as resume
     from htsrl.training import train as train
 
 

@@ -281,7 +281,7 @@ class OutputOptions(Section):
     run_dir: Path | None = None
     """Folder of the run; by default runs/ENV-ALGO-SEED-TIME."""
     checkpoint_every: PositiveInt | None = None
-    """Steps between checkpoints; one at the end is always written."""
+    """Steps between checkpoints; by default one a minute. One at the end is always written."""
     keep_checkpoints: PositiveInt = 3
     """Older checkpoints are deleted."""
     eval_every: PositiveInt | None = None

@@ -101,9 +101,9 @@ class Run:
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
         self.progress = Progress()
-        self.reproducible = True
+        self.reproducible, self.recovered_before = True, 0
         self.pause = random_pauses(delay_ms)
-        self.saved_at = time.monotonic()
+        self.saved_at = -math.inf  # the first checkpoint comes after the first interval
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, actions=no_actions) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
@@ -119,6 +119,7 @@ class Run:
         if checkpoint is not None:
             self.progress = Progress.restored(checkpoint)
             self.reproducible = checkpoint.state["reproducible"]
+            self.recovered_before = checkpoint.state["recovered"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
         self.control.interval[0] = self.progress.interval - 1
@@ -230,6 +231,7 @@ class Run:
         self.evaluation_due = crossed(self.config.output.eval_every, before, progress.steps)
         record = {
             "interval": j,
+            "progress": min(before / self.config.total_steps, 1.0),
             "steps": progress.steps,
             "frames": progress.steps * self.spec.frame_skip,
             "seconds": progress.seconds,
@@ -248,7 +250,7 @@ class Run:
         storage = self.storages[j % 2]
         self.pause()
         started = time.perf_counter()
-        metrics = self.learner.learn(storage, min(record["steps"] / self.config.total_steps, 1.0))
+        metrics = self.learner.learn(storage, record["progress"])
         record["time/learn"] = time.perf_counter() - started
         self.progress.trajectory = trajectory_digest(self.progress.trajectory, storage)
         self.reporter.interval(record | metrics)
@@ -285,6 +287,7 @@ class Run:
         state = {
             "finished": finished,
             "reproducible": self.reproducible,
+            "recovered": self.recovered_before + self.crew.recovered,
             "interval": progress.interval,
             "version": learner.version,
             "steps": progress.steps,
@@ -326,7 +329,7 @@ class Run:
             "parameters_sha256": parameters_digest(self.learner.named(self.learner.newest).items()),
             "trajectory_sha256": progress.trajectory.hex(),
             "reproducible": self.reproducible,
-            "recovered": self.crew.recovered,
+            "recovered": self.recovered_before + self.crew.recovered,
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)

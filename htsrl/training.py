@@ -31,6 +31,7 @@ FREE_SETTINGS = frozenset(
         "tensorboard", "record_digests", "progress",
     }
 )  # fmt: skip
+NO_CHANGES = Layer({}, str)
 
 
 def train(config: AnyConfig) -> Result:
@@ -48,7 +49,7 @@ def train(config: AnyConfig) -> Result:
     return _execute(config, spec, run_dir, None)
 
 
-def resume(run_dir: Path, changes: Layer) -> Result | None:
+def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     """Continue a run to its end, bit for bit as if it had never stopped; None if it has already finished.
 
     Args:
@@ -86,7 +87,7 @@ def resume(run_dir: Path, changes: Layer) -> Result | None:
     return _execute(config, spec, run_dir, checkpoint, notes)
 
 
-def fork(source: Path, changes: Layer) -> Result:
+def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     """Start a new run, with any settings, from the newest weights of another run.
 
     Raises:

@@ -53,7 +53,7 @@ class Learner:
 
         Args:
             storage: views of the rollout fields, all T rows written.
-            progress: share of the step budget that was spent when the storage was full, in [0, 1].
+            progress: share of the step budget that was spent before this storage was filled, in [0, 1].
         """
         behaviour_version = int(storage.behaviour_version[0])
         policy_lag = self.version - behaviour_version

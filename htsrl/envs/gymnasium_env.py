@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import importlib
 import importlib.metadata
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -26,6 +23,7 @@ from htsrl.config import GymnasiumOptions
 from htsrl.envs.spaces import Actions, Observations, encode_actions, encode_observations
 from htsrl.envs.spec import EnvSpec, seed31
 from htsrl.errors import ConfigError
+from htsrl.usercode import import_module
 
 StepResult = tuple[np.ndarray, float, bool, bool, dict]
 
@@ -127,12 +125,8 @@ def _registered(env: str) -> Any:
 
 
 def _import(env: str, module: str) -> None:
-    """Imports ``module``, from the current folder where it isn't installed."""
-    folder = str(Path.cwd())
     try:
-        if folder not in sys.path and importlib.util.find_spec(module.partition(".")[0]) is None:
-            sys.path.append(folder)
-        importlib.import_module(module)
+        import_module(module)
     except Exception as error:
         raise ConfigError(f"{env}: the module {module!r} can't be imported: {type(error).__name__}: {error}") from error
 

@@ -6,8 +6,6 @@ float32. The policy and the value function are put on top of it.
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import nn
 
@@ -16,13 +14,14 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.models.heads import Head
 from htsrl.models.networks import ActorCritic, blank_observations, on_trunk
+from htsrl.usercode import import_module
 
 
 def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The network that ``options.network`` names; ConfigError where it can't be found or doesn't give features."""
     module_name, _, function_name = options.network.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        function = getattr(import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"network '{options.network}' can't be imported: {error}") from error
     # Layers of any make draw their initial weights from the global generator: for this moment it is the run's own.
@@ -39,6 +38,10 @@ def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torc
 
 def _features(trunk: nn.Module, spec: EnvSpec) -> int:
     """F, found by trying some rows."""
+    for name, layer in trunk.named_modules():
+        # Such layers look at other rows or at a global generator, so that a row's answer would depend on its company
+        if isinstance(layer, nn.modules.batchnorm._NormBase | nn.modules.dropout._DropoutNd):
+            raise ValueError(f"{type(layer).__name__} ({name}) does not treat rows one by one; LayerNorm or none does")
     obs = blank_observations(spec)
     with torch.no_grad():
         out = trunk(obs)
