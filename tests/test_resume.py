@@ -81,7 +81,7 @@ def bits(run_dir):
     result = json.loads((run_dir / "result.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for record in metrics:
-        for name in [name for name in record if name.startswith("time/") or "second" in name]:
+        for name in [name for name in record if name.startswith(("time/", "memory/")) or "second" in name]:
             del record[name]
     evaluations = (run_dir / "evaluations.jsonl").read_text()
     names = ("steps", "intervals", "episodes", "episode_return_mean", "parameters_sha256", "trajectory_sha256")
