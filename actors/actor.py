@@ -40,7 +40,7 @@ def run_actor(ports: ActorPorts) -> None:
 
         while True:
             # Take the observations that wait (all of them, if the schedule is lock-step)
-            groups = waiting_groups(ports, control, len(own_groups))
+            groups = waiting_groups(ports, control, own_groups)
             if groups is None:
                 return
             pause()
@@ -70,21 +70,25 @@ def run_actor(ports: ActorPorts) -> None:
             post_answers(groups, layout, ports)
 
 
-def waiting_groups(ports: ActorPorts, control: Any, all_groups: int) -> np.ndarray | None:
-    """The groups that have an unanswered observation; blocks while there are none; None when the run stops."""
+def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> np.ndarray | None:
+    """The groups that have an unanswered observation; blocks while there are none; None when the run stops.
+
+    Schedule 'sync' waits for all groups that still have rows to make in this interval.
+    """
     waiting: np.ndarray = np.empty(0, np.int64)
     while True:
         numbers = ports.inbox.take()
         if (numbers == STOP).any():
             return None
-        numbers = numbers.astype(np.int64)
-        numbers = numbers[control.posted[numbers] > control.answered[numbers]]  # a message that was sent twice
+        numbers = np.unique(numbers.astype(np.int64))  # after a recovery, a message may have been sent twice
+        numbers = numbers[control.posted[numbers] > control.answered[numbers]]
         if not ports.lockstep:
             if len(numbers):
                 return numbers
             continue
         waiting = np.union1d(waiting, numbers)
-        if len(waiting) == all_groups:
+        end = (int(control.interval[0]) + 1) * ports.sync_interval
+        if len(waiting) and len(waiting) == (control.answered[own_groups] < end).sum():
             return waiting
 
 

@@ -15,12 +15,14 @@ from htsrl import envs
 from htsrl.actors.delays import random_pauses
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts, Lines
-from htsrl.actors.reports import EnvironmentFault, reported, send_ready, send_unreproducible
+from htsrl.actors.reports import EnvironmentFault, reported, send_progress, send_ready, send_unreproducible
 from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.rng import episode_seed
 from htsrl.storage.episodes import EpisodeLog
 
 _LARGEST = float(np.finfo(np.float32).max)
+PROGRESS_EVERY = 1000
+"""Replayed steps between two signs of life."""
 
 
 def run_executor(ports: ExecutorPorts) -> None:
@@ -136,7 +138,10 @@ class Replica:
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
+        send_progress(lines)
         for row in log.actions:
+            if self.steps % PROGRESS_EVERY == PROGRESS_EVERY - 1:
+                send_progress(lines)
             (action,) = to_env(row[None])
             try:
                 obs, reward, *_, info = self.env.step(action)

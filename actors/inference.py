@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from htsrl.envs.spec import EnvSpec
-from htsrl.models import ActorCritic
-from htsrl.rng import Stream, generator
+from htsrl.models import ActorCritic, Head
+from htsrl.rng import Stream, generator, normal
 
 
 @dataclass(frozen=True)
@@ -94,46 +94,57 @@ def invariant_buckets(model: ActorCritic, spec: EnvSpec, rows: int, device: torc
     """
     candidates = bucket_sizes(max(8 * rows, 64))
     for largest in (size for size in candidates if size >= rows):
-        probe = torch.from_numpy(probe_rows(spec, 2 * largest)).to(device)
-        reference = torch.cat([_outputs(model, half) for half in probe.split(largest)])
+        probe = Probe(*(torch.from_numpy(x).to(device) for x in probe_rows(spec, model.head, 2 * largest)))
+        straight = torch.arange(2 * largest, device=device)
+        reference = torch.cat([_outputs(model, probe, half) for half in straight.split(largest)])
         if _agrees(model, probe, reference, largest):
             # Smaller sizes show what they do within a few batches
             smaller = [size for size in candidates if size < largest]
             few = {size: max(64, 4 * size) for size in smaller}
-            return [s for s in smaller if _agrees(model, probe[: few[s]], reference[: few[s]], s)] + [largest]
+            return [s for s in smaller if _agrees(model, probe, reference[: few[s]], s)] + [largest]
     raise RuntimeError(
         f"no batch of {rows} to {candidates[-1]} rows computes each row by itself on this device ({device}), so a run "
         "could not be reproduced; try another --network or --device"
     )
 
 
-def _agrees(model: ActorCritic, rows: torch.Tensor, reference: torch.Tensor, size: int) -> bool:
-    """True if all rows, taken ``size`` at a time in several orders, give ``reference``'s bits."""
-    straight = torch.arange(len(rows), device=rows.device)
+@dataclass(frozen=True)
+class Probe:
+    """Rows to try batch sizes with."""
+
+    obs: torch.Tensor
+    noise: torch.Tensor
+
+
+def _agrees(model: ActorCritic, probe: Probe, reference: torch.Tensor, size: int) -> bool:
+    """True if the rows of ``reference``, taken ``size`` at a time in several orders, give the same bits again."""
+    straight = torch.arange(len(reference), device=reference.device)
     orders = [straight, straight.flip(0), *(straight.roll(shift) for shift in (1, 2, 3, size // 2 + 1))]
     for order in orders:
         for chosen in order.split(size):
-            if len(chosen) == size and not torch.equal(_bits(_outputs(model, rows[chosen])), _bits(reference[chosen])):
+            if len(chosen) == size and not torch.equal(_bits(_outputs(model, probe, chosen)), _bits(reference[chosen])):
                 return False
     return True
 
 
-def _outputs(model: ActorCritic, rows: torch.Tensor) -> torch.Tensor:
-    """[B, P + 2]: distribution parameters, value, and the log-probability of the most likely action."""
-    parameters, value = model(rows)
-    log_prob = model.head.log_prob(parameters, model.head.mode(parameters))
-    return torch.cat([parameters, value[:, None], log_prob[:, None]], dim=1)
+def _outputs(model: ActorCritic, probe: Probe, chosen: torch.Tensor) -> torch.Tensor:
+    """[B, *]: distribution parameters, value, a sampled action and its log-probability for the ``chosen`` rows."""
+    parameters, value = model(probe.obs[chosen])
+    action = model.head.sample(parameters, probe.noise[chosen])
+    log_prob = model.head.log_prob(parameters, action)
+    return torch.cat([parameters, value[:, None], action.float().reshape(len(chosen), -1), log_prob[:, None]], dim=1)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32)
 
 
-def probe_rows(spec: EnvSpec, count: int) -> np.ndarray:
-    """[count, *obs]: rows of the environment's shape and dtype, always the same."""
+def probe_rows(spec: EnvSpec, head: Head, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Observations [count, *obs] of the environment's shape and dtype, and noise [count, K]; always the same."""
     rng = generator(0, Stream.PROBE)
     shape = (count, *spec.observation_shape)
+    noise = normal(rng, (count, head.noise_size))
     if spec.observation_dtype == np.uint8:
-        return rng.integers(0, 256, shape, np.uint8)
+        return rng.integers(0, 256, shape, np.uint8), noise
     scale = 10.0 ** rng.integers(-2, 3, shape)
-    return (rng.standard_normal(shape) * scale).astype(spec.observation_dtype)
+    return (rng.standard_normal(shape) * scale).astype(spec.observation_dtype), noise

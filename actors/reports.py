@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from typing import Any
 
@@ -75,13 +75,19 @@ def send_ready(lines: Lines, **facts: Any) -> None:
     _send(lines, {"kind": "ready"} | facts)
 
 
+def send_progress(lines: Lines) -> None:
+    """Tell the run that this child is still coming up: replaying an episode may take its time."""
+    _send(lines, {"kind": "progress"})
+
+
 def send_unreproducible(lines: Lines, replica: int) -> None:
     """Tell the run that replaying a replica's seed and actions led to another observation."""
     _send(lines, {"kind": "unreproducible", "replica": replica})
 
 
 def _send(lines: Lines, report: dict[str, Any]) -> None:
-    lines.reports.send_bytes(json.dumps(report, default=str).encode())
+    with suppress(OSError):  # the run does not listen any more
+        lines.reports.send_bytes(json.dumps(report, default=str).encode())
 
 
 def _format(error: BaseException) -> str:

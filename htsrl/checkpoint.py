@@ -48,7 +48,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     path = folder / f"steps-{checkpoint.state['steps']:012d}{_SUFFIX}"
     write_checkpoint(path, checkpoint)
     for old in list_checkpoints(folder)[:-keep]:
-        old.unlink()
+        if old != path:
+            old.unlink()
     return path
 
 

@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `htsrl ... | head`: the reader has seen enough
+        # Nothing else raises this: whoever writes to a pipe of a run handles its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -19,7 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -39,7 +40,7 @@ from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
 
-# Start-up imports torch and builds environments, 16 football engines at worst; after this long something is wrong.
+# Start-up imports torch, builds environments and replays episodes; after this long without a sign something is wrong.
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 5.0
 MEMORY_EVERY_S = 10.0
@@ -119,6 +120,7 @@ class Crew:
         self._delay_ms = delay_ms
         self._control = arena.views("control")
         self._storages = [arena.views("even"), arena.views("odd")]
+        self._start_timeout = max(START_TIMEOUT_S, config.runtime.step_timeout or 0.0)
         self._measured_at = -math.inf
         self._failure: RunFailed | None = None
         self._stopping = False
@@ -132,23 +134,33 @@ class Crew:
         self._lifeline, self._hold_lifeline = mailbox()
         self._wake, self._waker = mailbox()
 
-        standing = dict(enumerate(logs.logs))
-        self.children = [self._start_actor(a) for a in range(layout.num_actors)]
-        self.children += [self._start_executor(e, standing) for e in range(layout.num_executors)]
+        self.children: list[Child] = []
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
-        self._supervisor.start()
+        # A process that leaves in disorder must not wait for children that wait for it
+        self._finalizer = util.Finalize(self, self._hold_lifeline.close, exitpriority=10)
+        try:
+            for a in range(layout.num_actors):
+                self.children.append(self._start_actor(a))
+            standing = dict(enumerate(logs.logs))
+            for e in range(layout.num_executors):
+                self.children.append(self._start_executor(e, standing))
+            self._supervisor.start()
+        except BaseException:
+            self.stop()
+            raise
 
     # ------------------------------------------------------------------------------------------- for the main thread
 
     def await_ready(self) -> None:
         """Wait until every process is ready to work; a start that can't finish says who did not come up."""
-        deadline = time.monotonic() + START_TIMEOUT_S
         with self.changes:
             while not all(child.ready for child in self.children):
                 self.check()
-                if not self.changes.wait(deadline - time.monotonic()):
+                deadline = max(child.since for child in self.children if not child.ready) + self._start_timeout
+                if time.monotonic() > deadline:
                     missing = ", ".join(str(child) for child in self.children if not child.ready)
-                    raise RunFailed(f"not ready {START_TIMEOUT_S:.0f} s after the start: {missing}")
+                    raise RunFailed(f"no sign of life for {self._start_timeout:.0f} s at the start from: {missing}")
+                self.changes.wait(deadline - time.monotonic() + 0.1)
             self.check()
 
     def begin_interval(self) -> None:
@@ -198,7 +210,8 @@ class Crew:
         for _, post in (*self._to_executor, *self._to_actor):
             post.post(STOP)
         self._waker.post(STOP)
-        self._supervisor.join()
+        if self._supervisor.ident is not None:
+            self._supervisor.join()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         waiting = {child.pidfd for child in self.children}
         while waiting and time.monotonic() < deadline:
@@ -207,6 +220,7 @@ class Crew:
             child.kill()
             child.close()
         ends = (self._barrier, self._at_barrier, self._lifeline, self._hold_lifeline, self._wake, self._waker)
+        self._finalizer.cancel()
         for end in (*ends, *(end for pair in (*self._to_executor, *self._to_actor) for end in pair)):
             end.close()
 
@@ -266,16 +280,16 @@ class Crew:
         """Wait on every child and on the barrier until the run stops."""
         timeout = self._config.runtime.step_timeout
         while not self._stopping and self._failure is None:
-            lines = {child.reports: child for child in self.children if not child.reports.closed}
-            ended = {child.pidfd: child for child in self.children}
-            waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
-            events = wait(waited, timeout and timeout / 4)
-            with self.changes:
-                if self._stopping:
-                    return
-                if self._barrier in events:
-                    self._barrier.take()
-                try:
+            try:
+                lines = {child.reports: child for child in self.children if not child.reports.closed}
+                ended = {child.pidfd: child for child in self.children}
+                waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
+                events = wait(waited, timeout and timeout / 4)
+                with self.changes:
+                    if self._stopping:
+                        return
+                    if self._barrier in events:
+                        self._barrier.take()
                     for event in events:
                         if event in lines:
                             self._hear(lines[event])
@@ -284,11 +298,13 @@ class Crew:
                             self._replace(ended[event])
                     if timeout:
                         self._kill_hung(timeout)
-                except RunFailed as failure:
-                    self._failure = failure
-                except Exception as error:
-                    self._failure = RunFailed(f"the supervisor failed: {error!r}")
-                self.changes.notify_all()
+            except RunFailed as failure:
+                self._failure = failure
+            except Exception as error:
+                self._failure = RunFailed(f"the supervisor of executors and actors failed: {error!r}")
+            finally:
+                with self.changes:
+                    self.changes.notify_all()
 
     def _hear(self, child: Child) -> None:
         """Take in one report of a child."""
@@ -299,6 +315,8 @@ class Crew:
             return
         if report["kind"] == "ready":
             child.ready = True
+            child.since = time.monotonic()
+        elif report["kind"] == "progress":
             child.since = time.monotonic()
         elif report["kind"] == "unreproducible":
             if self.reproducible:
@@ -315,7 +333,7 @@ class Crew:
         """Put a new process in the place of one that has ended.
 
         Raises:
-            RunFailed: it failed at its start, or too often.
+            RunFailed: it failed in a way that comes back, or too often.
         """
         while not child.reports.closed and child.reports.poll():
             self._hear(child)
@@ -347,6 +365,8 @@ class Crew:
             row = int(self._control.stepped[g]) - self._logs.interval * T
             for n in self._layout.groups[g]:
                 standing[n] = self._logs.as_of(storage, n, row)
+                if standing[n].last_obs is None and self._control.posted[g] > self._logs.interval * T:
+                    standing[n] = replace(standing[n], last_obs=storage.obs[0, n].copy())
         return standing
 
     def _hint_again(self, a: int) -> None:
@@ -360,11 +380,12 @@ class Crew:
         now = time.monotonic()
         for child in self.children:
             progress, idle = self._progress(child)
-            limit = timeout if child.ready else START_TIMEOUT_S
+            limit = timeout if child.ready else self._start_timeout
             if child.ready and (idle or progress != child.progress):
                 child.progress, child.since = progress, now
             elif now - child.since > limit and child.fault is None:
-                signal.pidfd_send_signal(child.pidfd, Stack.REQUEST)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(child.pidfd, Stack.REQUEST)
                 time.sleep(0.2)  # time to write the stack, if it still can
                 child.fault = {"kind": "hung", "seconds": now - child.since, "stack": child.stack.read()}
                 child.kill()
@@ -374,7 +395,10 @@ class Crew:
         control = self._control
         if child.role == "actor":
             own = self._layout.actor_of == child.index
-            return int(control.answered[own].sum()), bool((control.answered[own] >= control.posted[own]).all())
+            answered = control.answered[own] >= control.posted[own]
+            # In lock-step one missing group keeps it waiting
+            idle = answered.any() if self._config.runtime.schedule == "sync" else answered.all()
+            return int(control.answered[own].sum()), bool(idle)
         own = self._layout.executor_groups[child.index]
         finished, interval = int(control.finished[child.index]), int(control.interval[0])
         start = interval * self._config.runtime.sync_interval

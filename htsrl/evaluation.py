@@ -20,11 +20,11 @@ from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
-from htsrl.actors.reports import Stack, reported
+from htsrl.actors.reports import Stack, reported, send_ready
 from htsrl.checkpoint import load_checkpoint, newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError, RunFailed
+from htsrl.errors import ConfigError
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rundir import require_run, update_result
@@ -189,6 +189,7 @@ def run_evaluator(ports: EvaluatorPorts) -> None:
         config, output = ports.config, ports.config.output
         model = build_model(ports.spec, config.network, config.seed)
         parameters = FlatParameters(model, gradients=False)
+        send_ready(ports.lines)
         while True:
             steps = json.loads(ports.requests.recv_bytes())
             parameters.load(safetensors.numpy.load(ports.requests.recv_bytes()))
@@ -203,38 +204,62 @@ class Evaluator:
     """Periodic evaluation in a process of its own, so that it neither delays nor disturbs training.
 
     Results arrive later than their request, and carry its step count; parameters travel with the request, so no
-    evaluation ever sees half an update.
+    evaluation ever sees half an update. One request is under way at a time, sent when the process waits for it; an
+    evaluation that fails twice is the last: the run goes on without.
     """
 
-    # More requests than this wait for the oldest: memory stays bounded when evaluation is slower than training.
-    MOST_PENDING = 4
+    # With more requests than this waiting, evaluation is too slow for its cadence: further ones are left out.
+    MOST_WAITING = 16
+
+    _reports: Connection
+    _requests: Connection
 
     def __init__(self, config: AnyConfig, spec: EnvSpec) -> None:
-        self._lifeline, self._hold_lifeline = mailbox()
-        self._reports, report = multiprocessing.Pipe(duplex=False)
-        requests, self._requests = multiprocessing.Pipe(duplex=False)
-        self._stack = Stack()
-        ports = EvaluatorPorts(config, spec, requests, Lines(self._lifeline, report, self._stack))
-        self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
-        report.close()
-        requests.close()
+        self._config, self._spec = config, spec
         self._waiting: dict[int, dict[str, np.ndarray]] = {}  # parameters by steps, in the order of their requests
-        self._arrived: list[dict[str, float]] = []
+        self._events: list[str] = []
+        self._failures = 0
+        self._start()
+
+    @property
+    def busy(self) -> bool:
+        """True while a result is to come."""
+        return bool(self._waiting)
 
     def request(self, steps: int, parameters: dict[str, np.ndarray]) -> None:
         """Evaluate ``parameters``; ``steps`` is when."""
-        while len(self._waiting) >= self.MOST_PENDING:
-            self._hear()
-        self._requests.send_bytes(json.dumps(steps).encode())
-        self._requests.send_bytes(safetensors.numpy.save(parameters))
+        if self._failures > 1:
+            return
+        if len(self._waiting) >= self.MOST_WAITING:
+            self._events.append(f"no evaluation after {steps} steps: {len(self._waiting)} earlier ones still wait")
+            return
         self._waiting[steps] = parameters
+        self._send_next()
 
-    def results(self, wait: bool = False) -> list[dict[str, float]]:
-        """Evaluations that have arrived since the last call; ``wait`` for all that were requested."""
-        while self._waiting and (wait or self._reports.poll()):
-            self._hear()
-        arrived, self._arrived = self._arrived, []
+    def results(self, wait_s: float = 0.0) -> list[dict[str, float]]:
+        """Evaluations that have arrived since the last call, after waiting up to ``wait_s`` seconds for the next."""
+        arrived = []
+        while self._failures <= 1 and self._reports.poll(0.0 if arrived else wait_s):
+            try:
+                report = json.loads(self._reports.recv_bytes())
+            except (EOFError, OSError):
+                self._fail("the evaluator ended without a word")
+                continue
+            kind = report.pop("kind")
+            if kind == "evaluation":
+                del self._waiting[int(report["steps"])]
+                arrived.append(report)
+            if kind in ("evaluation", "ready"):
+                self._idle = True
+                self._send_next()
+            else:
+                self._fail(report["traceback"].splitlines()[-1])
         return arrived
+
+    def take_events(self) -> list[str]:
+        """What a person should know since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def pending(self) -> dict[str, np.ndarray]:
         """Parameters whose evaluation has not arrived, for a checkpoint: ``evaluation/STEPS/NAME``."""
@@ -258,12 +283,36 @@ class Evaluator:
         for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests, self._stack):
             end.close()
 
-    def _hear(self) -> None:
+    def _start(self) -> None:
+        self._idle = False
+        self._lifeline, self._hold_lifeline = mailbox()
+        self._reports, report = multiprocessing.Pipe(duplex=False)
+        requests, self._requests = multiprocessing.Pipe(duplex=False)
+        self._stack = Stack()
+        ports = EvaluatorPorts(self._config, self._spec, requests, Lines(self._lifeline, report, self._stack))
+        self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
+        report.close()
+        requests.close()
+
+    def _send_next(self) -> None:
+        """Send the oldest request, if the process waits for one."""
+        if not self._idle or not self._waiting:
+            return
+        steps = next(iter(self._waiting))
+        self._idle = False
         try:
-            report = json.loads(self._reports.recv_bytes())
-        except EOFError:
-            raise RunFailed("the evaluator ended without a word") from None
-        if report.pop("kind") != "evaluation":
-            raise RunFailed(f"the evaluation failed:\n{report['traceback']}")
-        del self._waiting[int(report["steps"])]
-        self._arrived.append(report)
+            self._requests.send_bytes(json.dumps(steps).encode())
+            self._requests.send_bytes(safetensors.numpy.save(self._waiting[steps]))
+        except OSError:
+            pass  # it has ended, which `results` will notice
+
+    def _fail(self, reason: str) -> None:
+        """Start again, once."""
+        self._failures += 1
+        if self._failures > 1:
+            self._waiting.clear()
+            self._events.append(f"{reason}; evaluation is switched off, training goes on")
+            return
+        self._events.append(f"{reason}; the evaluator is started again")
+        self.stop()
+        self._start()

@@ -9,23 +9,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_ONE_AT_A_TIME = threading.Lock()
 
 
-def preload(module: str) -> None:
-    """Let children share the pages of ``module``, too, if the fork server has not been started yet."""
-    _CONTEXT.set_forkserver_preload(["htsrl.nursery", module])
+def launch(module: str) -> None:
+    """Start the fork server, if it does not run: with ``module`` loaded, whose pages all children then share."""
+    with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
+        _CONTEXT.set_forkserver_preload(["htsrl.nursery", module])
+        forkserver.ensure_running()
 
 
 def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
-    """Start a process that runs ``body(ports)``."""
+    """Start a process that runs ``body(ports)``; from any thread."""
     process = _CONTEXT.Process(target=body, args=(ports,), name=name)
-    with _one_blas_thread(), _children_ignore_main():
+    with _ONE_AT_A_TIME, _children_ignore_main():
         process.start()
     return process
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 
 import torch
 
@@ -11,6 +12,9 @@ from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.storage.layout import Layout
+
+# A process can be handed 256 descriptors at its start; an actor gets one for each executor, and the other way round.
+MOST_PROCESSES = 200
 
 
 def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
@@ -54,8 +58,30 @@ def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
     executors = min(executors, runtime.num_envs)
     # Two groups per executor: it steps one while the actor answers the other.
     half = math.ceil(runtime.num_envs / executors / 2)
-    group = half if runtime.envs_per_group == "auto" else runtime.envs_per_group
-    return Layout(runtime.num_envs, executors, runtime.num_actors, group)
+    automatic = max(min(half, runtime.num_envs // runtime.num_actors), 1)
+    group = automatic if runtime.envs_per_group == "auto" else runtime.envs_per_group
+    layout = Layout(runtime.num_envs, executors, runtime.num_actors, group)
+    refuse_too_many_processes(layout)
+    return layout
+
+
+def refuse_too_many_processes(layout: Layout) -> None:
+    """Refuse a layout that this process has not enough file handles for.
+
+    Raises:
+        ConfigError: naming needed and available.
+    """
+    if layout.num_executors > MOST_PROCESSES or layout.num_actors > MOST_PROCESSES:
+        raise ConfigError(
+            f"num_executors and num_actors must be at most {MOST_PROCESSES} each: one executor can own many replicas"
+        )
+    needed = 64 + 8 * (layout.num_executors + layout.num_actors)
+    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if available != resource.RLIM_INFINITY and needed > available:
+        raise ConfigError(
+            f"{layout.num_executors} executors and {layout.num_actors} actors need about {needed} file handles, but "
+            f"this shell allows {available}: run `ulimit -n {needed}` first, or use fewer --num-executors"
+        )
 
 
 def automatic_executors(spec: EnvSpec) -> int:

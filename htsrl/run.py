@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -97,6 +98,9 @@ class Run:
         """Allocate and start; with a ``checkpoint``, at the interval for which it was written.
 
         ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
+
+        Raises:
+            ConfigError: the layout needs more file handles than there are.
         """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
@@ -105,7 +109,7 @@ class Run:
         self.pause = random_pauses(delay_ms)
         self.saved_at = -math.inf  # the first checkpoint comes after the first interval
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
-        logs = [EpisodeLog(episode=0, actions=no_actions) for _ in range(self.N)]
+        logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
         self.layout = layout_for(config, spec)
         fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
@@ -127,21 +131,24 @@ class Run:
         for counter in (self.control.posted, self.control.answered, self.control.stepped):
             counter[:] = self.progress.interval * self.T
         self.episode_logs = EpisodeLogs(logs, self.progress.interval)
-        processes.preload(envs.module_of(config.env))
-        self.crew = Crew(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
-        self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
-        if self.evaluator is not None and checkpoint is not None:
-            self.evaluator.restore(checkpoint.group("evaluation"))
         self.result: Result
+        processes.launch(envs.module_of(config.env))
+        with ExitStack() as opened:
+            opened.callback(self.arena.close)
+            self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
+            if self.evaluator is not None:
+                opened.callback(self.evaluator.stop)
+                self.evaluator.restore(checkpoint.group("evaluation") if checkpoint is not None else {})
+            self.crew = Crew(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
+            opened.callback(self.crew.stop)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.crew.stop()
-        if self.evaluator is not None:
-            self.evaluator.stop()
-        self.arena.close()
+        with self._opened:
+            self.hear_crew()
 
     # -------------------------------------------------------------------------------------------------- the intervals
 
@@ -163,6 +170,7 @@ class Run:
             # Learn from the storage before, while this one fills
             if full is not None:
                 self.consume(j - 1, full)
+                self.save_if_due()
             self.write_noise(j + 1)
 
             # Meet at the barrier
@@ -173,6 +181,8 @@ class Run:
                 self.consume(j, full)
                 full = None
             self.evaluate_if_due()
+            if not hts:
+                self.save_if_due()
             self.hear_crew()
 
             # Publish θ_{j+1}, change storages, go on
@@ -184,7 +194,7 @@ class Run:
         # Drain: the last storage is learned from, too
         if full is not None:
             self.consume(j, full)
-        self.finish(interrupted=self.progress.steps < self.config.total_steps)
+        self.finish(stop)
 
     def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
         """Publish the behaviour parameters of interval j and let the executors begin."""
@@ -243,7 +253,7 @@ class Run:
         }
         if self.spec.has_score:
             record["score_mean"] = mean(progress.scores)
-        return record | self.crew.memory()
+        return record
 
     def consume(self, j: int, record: dict[str, float]) -> None:
         """Learn from storage j, and do everything else that needs it."""
@@ -253,17 +263,19 @@ class Run:
         metrics = self.learner.learn(storage, record["progress"])
         record["time/learn"] = time.perf_counter() - started
         self.progress.trajectory = trajectory_digest(self.progress.trajectory, storage)
-        self.reporter.interval(record | metrics)
+        self.reporter.interval(record | self.crew.memory() | metrics)
         if self.config.output.record_digests:
             parameters = self.learner.named(self.learner.newest)
             self.reporter.digests(interval_digests(j, self.progress.trajectory, parameters, metrics))
-        if self.checkpoint_due:
-            try:
-                self.save_checkpoint()
-            except OSError as error:
-                self.reporter.note(
-                    f"no checkpoint this time, the run goes on: {(error.strerror or str(error)).lower()}"
-                )
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint for the interval after the one that was consumed last, at the cadence asked for."""
+        if not self.checkpoint_due:
+            return
+        try:
+            self.save_checkpoint()
+        except OSError as error:
+            self.reporter.note(f"no checkpoint this time, the run goes on: {(error.strerror or str(error)).lower()}")
 
     def evaluate_if_due(self) -> None:
         """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
@@ -271,11 +283,21 @@ class Run:
             return
         if self.evaluation_due:
             self.evaluator.request(self.progress.steps, self.learner.named(self.learner.newest))
-        for evaluation in self.evaluator.results():
-            self.reporter.evaluation(evaluation)
+        self.hear_evaluator()
 
-    def save_checkpoint(self, finished: bool = False) -> Path:
-        """Write the checkpoint for the start of the interval after the one that was consumed last."""
+    def hear_evaluator(self, wait_s: float = 0.0) -> None:
+        """Record the evaluations that have arrived, or arrive within ``wait_s`` seconds."""
+        if self.evaluator is not None:
+            for evaluation in self.evaluator.results(wait_s):
+                self.reporter.evaluation(evaluation)
+            for event in self.evaluator.take_events():
+                self.reporter.note(event)
+
+    def save_checkpoint(self, result: dict[str, Any] | None = None) -> Path:
+        """Write the checkpoint for the start of the interval after the one that was consumed last.
+
+        ``result`` is what a finished run came to.
+        """
         self.saved_at = time.monotonic()
         progress, learner, logs = self.progress, self.learner, self.episode_logs.logs
         tensors = {
@@ -285,7 +307,8 @@ class Run:
             "last_obs": np.stack([log.last_obs for log in logs if log.last_obs is not None]),
         }
         state = {
-            "finished": finished,
+            "finished": result is not None,
+            "result": result,
             "reproducible": self.reproducible,
             "recovered": self.recovered_before + self.crew.recovered,
             "interval": progress.interval,
@@ -307,16 +330,12 @@ class Run:
         checkpoint = Checkpoint(tensors, state)
         return save_checkpoint(self.run_dir / CHECKPOINTS, checkpoint, self.config.output.keep_checkpoints)
 
-    def finish(self, interrupted: bool) -> None:
-        """Write the last checkpoint and the result."""
+    def finish(self, stop: threading.Event) -> None:
+        """Wait for the last evaluations, unless interrupted; write the last checkpoint and the result."""
         progress = self.progress
-        if self.evaluator is not None:
-            for evaluation in self.evaluator.results(wait=True):
-                self.reporter.evaluation(evaluation)
-        try:
-            path = self.save_checkpoint(finished=not interrupted)
-        except OSError as error:
-            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
+        while self.evaluator is not None and self.evaluator.busy and not stop.is_set():
+            self.hear_evaluator(wait_s=1.0)
+        interrupted = progress.steps < self.config.total_steps or bool(self.evaluator and self.evaluator.busy)
         progress.seconds = time.perf_counter() - self.clock
         values = {
             "steps": progress.steps,
@@ -333,6 +352,10 @@ class Run:
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
+        try:
+            path = self.save_checkpoint(None if interrupted else values)
+        except OSError as error:
+            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
         self.result = Result(self.run_dir, interrupted, values)
         self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
 
@@ -361,7 +384,7 @@ def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
     return [
         EpisodeLog(
             episode=replicas[n]["episode"],
-            actions=actions[str(n)],
+            pieces=(actions[str(n)],),
             reset_pending=replicas[n]["reset_pending"],
             last_obs=checkpoint.tensors["last_obs"][n],
         )

@@ -49,7 +49,7 @@ def refuse_used(run_dir: Path) -> None:
     Raises:
         ConfigError: it does.
     """
-    if any((run_dir / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS)):
+    if any((run_dir / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS, INITIAL)):
         raise ConfigError(f"{run_dir} already holds a run; choose another --run-dir, or delete that folder first")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from htsrl.models import FlatParameters, build_model
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.run import Result, Run
-from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, alone_in, create_run_dir, require_run
+from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, RESULT, alone_in, create_run_dir, require_run, update_result
 from htsrl.settings import Layer, flat, overlay
 from htsrl.tomlfile import load_config, save_config
 
@@ -67,11 +68,13 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     checkpoint, damaged = last_good_checkpoint(run_dir)
-    notes = [f"{reason}; going on from the one before it" for reason in damaged]
+    notes = [f"{reason}; it is set aside, going on from the one before it" for _, reason in damaged]
     if checkpoint is None:
         notes.append("there is no checkpoint yet: starting over")
     else:
         if checkpoint.state["finished"]:
+            if not (run_dir / RESULT).exists():  # it went down between the last checkpoint and this file
+                update_result(run_dir, checkpoint.state["result"])
             return None
         refuse_changed_environment(checkpoint, spec)
         differences = changed_fingerprint(checkpoint, config)
@@ -79,6 +82,10 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
             notes.append(f"not the same machine or packages as before ({differences}): bits may differ from here on")
             checkpoint = replace(checkpoint, state=checkpoint.state | {"reproducible": False})
     with alone_in(run_dir):
+        for path, _ in damaged:
+            path.rename(path.with_suffix(".damaged"))
+        for unfinished in (run_dir / CHECKPOINTS).glob(".*.tmp"):
+            unfinished.unlink()
         if checkpoint is None:
             rewind(run_dir, 0, 0, frozenset())
         else:
@@ -117,19 +124,19 @@ def _execute(
     with alone_in(run_dir), closing(Reporter(config, spec, run_dir)) as reporter:
         for note in notes or ():
             reporter.note(note)
-        with Run(config, spec, run_dir, reporter, checkpoint) as run, interrupts() as stop:
+        with interrupts() as stop, Run(config, spec, run_dir, reporter, checkpoint) as run:
             run.train(stop)
             return run.result
 
 
-def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """The newest checkpoint that can be read, and what is wrong with the newer ones."""
-    damaged: list[str] = []
+    damaged: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(run_dir / CHECKPOINTS)):
         try:
             return load_checkpoint(path), damaged
         except ConfigError as error:
-            damaged.append(str(error))
+            damaged.append((path, str(error)))
     return None, damaged
 
 
@@ -185,6 +192,7 @@ def interrupts() -> Iterator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
+        os.write(2, b"\nstopping after this interval; once more to end at once\n")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -14,12 +14,17 @@ class EpisodeLog:
 
     episode: int
     """k: the current episode starts from ``episode_seed(seed, n, k)``."""
-    actions: np.ndarray
-    """[L, *A] its actions so far, as stored."""
+    pieces: tuple[np.ndarray, ...]
+    """Its actions so far, as stored, in pieces [L_i, *A]: an endless episode must not be copied at every barrier."""
     reset_pending: bool = False
     """The episode was truncated: the next row resets."""
     last_obs: np.ndarray | None = None
     """[*obs] the observation it stands at, to check a replay against; None where none is known."""
+
+    @property
+    def actions(self) -> np.ndarray:
+        """[L, *A] its actions so far."""
+        return np.concatenate(self.pieces)
 
 
 class EpisodeLogs:
@@ -44,12 +49,12 @@ class EpisodeLogs:
         ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
         beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
         if len(beginnings):
-            actions = storage.action[int(beginnings[-1]) + 1 : row, n].copy()
+            pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
         else:
-            actions = np.concatenate([log.actions, storage.action[:row, n]])
+            pieces = (*log.pieces, storage.action[:row, n].copy())
         return EpisodeLog(
             episode=log.episode + len(beginnings),
-            actions=actions,
+            pieces=pieces,
             reset_pending=bool(storage.truncated[row - 1, n]),
             last_obs=storage.obs[row, n].copy(),
         )

@@ -70,7 +70,8 @@ def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
         field("parameters", (parameters,), np.float32, "run", "actor"),
         field("version", (1,), np.int64, "run", "actor"),
         # Rows of each group over the whole run: observations posted, actions answered, steps made. Counters only grow,
-        # and messages are mere hints to look at them, so a doubled or lost message changes nothing.
+        # and messages are mere hints to look at them, so a doubled or lost message changes nothing. (A process that
+        # looks without a message relies on stores being seen in their order, as on x86.)
         field("posted", (groups,), np.int64, "executor", "actor", "run"),
         field("answered", (groups,), np.int64, "actor", "executor", "run"),
         field("stepped", (groups,), np.int64, "executor", "run"),
