@@ -339,7 +339,9 @@ class Crew:
             self._hear(child)
         reason = self._reason(child)
         place, kind = self._place(child)
-        self._failed_at[place] += 1
+        _, idle = self._progress(child)
+        if kind == "reported" or not idle:  # one that had nothing to do did not fail at it
+            self._failed_at[place] += 1
         if (child.fault or {}).get("kind") == "internal":
             raise reason
         if self._failed_at[place] >= SAME_PLACE_LIMIT[kind] or self.recovered >= self._config.runtime.max_restarts:

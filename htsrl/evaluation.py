@@ -238,7 +238,7 @@ class Evaluator:
 
     def results(self, wait_s: float = 0.0) -> list[dict[str, float]]:
         """Evaluations that have arrived since the last call, after waiting up to ``wait_s`` seconds for the next."""
-        arrived = []
+        arrived: list[dict[str, float]] = []
         while self._failures <= 1 and self._reports.poll(0.0 if arrived else wait_s):
             try:
                 report = json.loads(self._reports.recv_bytes())
