@@ -12,6 +12,8 @@ import time
 from contextlib import closing
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from htsrl import envs
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
@@ -107,11 +109,11 @@ def tensorboard_steps(run_dir):
     ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, env, algo, extra):
-    settings = settings_for(env=env, algo=algo, **extra)
-    train(configure(run_dir=tmp_path / "whole", **settings))
+    chosen = settings_for(env=env, algo=algo, **extra)
+    train(configure(run_dir=tmp_path / "whole", **chosen))
     for after in (0, 3) if extra is EVALUATED else (3,):
         run_dir = tmp_path / f"stopped-{after}"
-        interrupted(run_dir, after, **settings)
+        interrupted(run_dir, after, **chosen)
         # In another layout, which must not matter
         resume(run_dir, no_changes(num_executors=2, envs_per_group=1))
         assert bits(run_dir) == bits(tmp_path / "whole")
@@ -119,9 +121,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, env, algo, extra
 
 
 def test_killed_runs_resume_to_the_same_bits(tmp_path):
-    settings = SMALL | EVALUATED
-    train(configure(env="CartPole-v1", run_dir=tmp_path / "whole", **settings))
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    evaluated = SMALL | EVALUATED
+    train(configure(env="CartPole-v1", run_dir=tmp_path / "whole", **evaluated))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in evaluated.items()]
     run_dir = tmp_path / "killed"
     command = [sys.executable, "-m", "htsrl"]
     process = subprocess.Popen(
@@ -149,6 +151,42 @@ def whole(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     train(configure(env="CartPole-v1", run_dir=run_dir, **SMALL))
     return bits(run_dir)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    stops=st.lists(st.integers(0, 6), min_size=1, max_size=2, unique=True).map(sorted),
+    executors=st.integers(1, 4),
+    group=st.integers(1, 4),
+)
+def test_any_stops_and_layouts_give_the_same_run(tmp_path_factory, whole_counting, stops, executors, group):
+    run_dir = tmp_path_factory.mktemp("stops") / "run"
+    interrupted(run_dir, stops[0], env="synthetic:counting")
+    for stop in stops[1:]:
+        resume_until(run_dir, stop)
+    group = min(group, -(-SMALL["num_envs"] // executors))
+    resume(run_dir, no_changes(num_executors=executors, envs_per_group=group))
+    assert bits(run_dir) == whole_counting
+
+
+@pytest.fixture(scope="module")
+def whole_counting(tmp_path_factory):
+    """What an uninterrupted run of SMALL on the counting environment left behind."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    train(configure(env="synthetic:counting", run_dir=run_dir, **SMALL))
+    return bits(run_dir)
+
+
+def resume_until(run_dir, after):
+    """Resume a run, and interrupt it again after interval ``after``."""
+    import htsrl.training as training
+
+    class Stopping(StoppingRun):
+        stop_after = after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "Run", Stopping)
+        assert resume(run_dir, no_changes()).interrupted
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, whole):
