@@ -15,7 +15,6 @@ from htsrl.actors.ports import ActorPorts
 from htsrl.actors.reports import reported, send_ready
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
-from htsrl.storage.layout import Layout
 
 
 def run_actor(ports: ActorPorts) -> None:
@@ -34,6 +33,7 @@ def run_actor(ports: ActorPorts) -> None:
         control = ports.arena.views("control")
         storages = [flat_rows(ports.arena.views(name)) for name in ("even", "odd")]
         columns_of = [np.array(group) for group in layout.groups]
+        executor_of = layout.executor_of.tolist()
         version = -1
         pause = random_pauses(ports.delay_ms)
         send_ready(ports.lines, buckets=buckets)
@@ -51,9 +51,8 @@ def run_actor(ports: ActorPorts) -> None:
             storage = storages[interval % 2]
 
             # Find their rows
-            steps = control.answered[groups] - interval * T
-            rows_of_groups = [t * layout.num_envs + columns_of[g] for g, t in zip(groups.tolist(), steps.tolist())]
-            index = np.concatenate(rows_of_groups)
+            found = [columns_of[g] + (int(control.answered[g]) - interval * T) * layout.num_envs for g in groups]
+            index = np.concatenate(found) if len(found) > 1 else found[0]
 
             # Infer and sample, as many rows at once as a batch holds; scatter the answers
             for start in range(0, len(index), batch.largest):
@@ -64,42 +63,32 @@ def run_actor(ports: ActorPorts) -> None:
                 storage.action[rows] = answer.action
                 storage.log_prob[rows] = answer.log_prob
                 storage.value[rows] = answer.value
-            control.answered[groups] += 1
 
             # Tell their executors
-            post_answers(groups, layout, ports)
+            for g in groups:
+                control.answered[g] += 1
+            for e in {executor_of[g] for g in groups}:
+                ports.executors[e].post(*(g for g in groups if executor_of[g] == e))
 
 
-def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> np.ndarray | None:
+def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> list[int] | None:
     """The groups that have an unanswered observation; blocks while there are none; None when the run stops.
 
     Schedule 'sync' waits for all groups that still have rows to make in this interval.
     """
-    waiting: np.ndarray = np.empty(0, np.int64)
+    waiting: set[int] = set()
     while True:
-        numbers = ports.inbox.take()
-        if (numbers == STOP).any():
+        numbers = set(ports.inbox.take().tolist())  # after a recovery, a message may have been sent twice
+        if STOP in numbers:
             return None
-        numbers = np.unique(numbers.astype(np.int64))  # after a recovery, a message may have been sent twice
-        numbers = numbers[control.posted[numbers] > control.answered[numbers]]
-        if not ports.lockstep:
-            if len(numbers):
-                return numbers
+        waiting |= {g for g in numbers if control.posted[g] > control.answered[g]}
+        if not waiting:
             continue
-        waiting = np.union1d(waiting, numbers)
+        if not ports.lockstep:
+            return sorted(waiting)
         end = (int(control.interval[0]) + 1) * ports.sync_interval
-        if len(waiting) and len(waiting) == (control.answered[own_groups] < end).sum():
-            return waiting
-
-
-def post_answers(groups: np.ndarray, layout: Layout, ports: ActorPorts) -> None:
-    """One message to each executor that has an answer."""
-    if len(ports.executors) == 1:
-        ports.executors[0].post_array(groups.astype(np.uint32))
-        return
-    executors = layout.executor_of[groups]
-    for e in np.unique(executors).tolist():
-        ports.executors[e].post_array(groups[executors == e].astype(np.uint32))
+        if len(waiting) == (control.answered[own_groups] < end).sum():
+            return sorted(waiting)
 
 
 class flat_rows:

@@ -63,7 +63,6 @@ def run_executor(ports: ExecutorPorts) -> None:
             # Step replicas in the order in which their answers arrive
             while rows:
                 arrived = arrived or ports.inbox.take().tolist()
-                stepped = []
                 for g in arrived:
                     if g == STOP:
                         return
@@ -75,12 +74,10 @@ def run_executor(ports: ExecutorPorts) -> None:
                     control.stepped[g] = interval * T + t + 1
                     if t + 1 < T:
                         rows[g] = t + 1
-                        stepped.append(g)
+                        control.posted[g] = interval * T + t + 2
+                        request([g], actor_of, ports)
                     else:
                         del rows[g]
-                for g in stepped:
-                    control.posted[g] = interval * T + rows[g] + 1
-                request(stepped, actor_of, ports)
                 arrived = []
 
             # Finish: report at the barrier

@@ -56,9 +56,8 @@ def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
     runtime = config.runtime
     executors = automatic_executors(spec) if runtime.num_executors == "auto" else runtime.num_executors
     executors = min(executors, runtime.num_envs)
-    # Two groups per executor: it steps one while the actor answers the other.
-    half = math.ceil(runtime.num_envs / executors / 2)
-    automatic = max(min(half, runtime.num_envs // runtime.num_actors), 1)
+    automatic = max(math.ceil(runtime.num_envs / executors / groups_per_executor(spec, executors)), 1)
+    automatic = max(min(automatic, runtime.num_envs // runtime.num_actors), 1)
     group = automatic if runtime.envs_per_group == "auto" else runtime.envs_per_group
     layout = Layout(runtime.num_envs, executors, runtime.num_actors, group)
     refuse_too_many_processes(layout)
@@ -91,6 +90,15 @@ def automatic_executors(spec: EnvSpec) -> int:
     if spec.observation_kind == "vector":
         return max(available_cores() // 2, 1)
     return available_cores()
+
+
+def groups_per_executor(spec: EnvSpec, executors: int) -> int:
+    """Two, so that an executor steps one group while the actor answers the other.
+
+    Where steps are cheap and no core would be idle meanwhile, one: fewer messages and forward passes do the same work.
+    """
+    cheap = spec.observation_kind == "vector" and not spec.sleeps
+    return 1 if cheap and available_cores() <= executors + 1 else 2
 
 
 def available_cores() -> int:

@@ -33,7 +33,9 @@ def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torc
         except Exception as error:
             raise ConfigError(f"network '{options.network}' doesn't work for {spec.env_id}: {error}") from error
         rng.set_state(torch.get_rng_state())
-    return on_trunk(trunk, features, head, options, rng)
+    model = on_trunk(trunk, features, head, options, rng)
+    model.custom = True
+    return model
 
 
 def _features(trunk: nn.Module, spec: EnvSpec) -> int:

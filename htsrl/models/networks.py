@@ -34,6 +34,9 @@ Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 class ActorCritic(nn.Module):
     """A trunk, and on top of it a policy and a value function; ``head`` says what the policy's parameters mean."""
 
+    custom = False
+    """True for a network of the user's own, of which nothing is known but what it returns."""
+
     def __init__(
         self, head: Head, trunk: nn.Module, policy: nn.Module, value: nn.Module, initial_log_std: float
     ) -> None:
