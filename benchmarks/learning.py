@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs") / "learning", metavar="DIR", help="for run folders")
     parser.add_argument("--steps", type=int, metavar="N", help="another budget than the task's, for a try")
     parser.add_argument("--episodes", type=int, default=100, metavar="N", help="of the final evaluation (default: 100)")
+    parser.add_argument("--shared", action="store_true", help="other programs use the machine: draw no wall-clock time")
     parser.add_argument("--again", action="store_true", help="also do runs that the result file already holds")
     given = parser.parse_args()
 
@@ -98,7 +99,7 @@ def main() -> int:
                 done = [run for run in record["runs"] if (run["seed"], run["schedule"]) == (seed, schedule)]
                 if done and not given.again:
                     continue
-                run = trained(TASKS[name], name, seed, schedule, record, given.runs)
+                run = trained(TASKS[name], name, seed, schedule, record, given.runs) | {"shared_machine": given.shared}
                 others = [each for each in record["runs"] if each not in done]
                 record["runs"] = sorted([*others, run], key=lambda each: (each["seed"], each["schedule"]))
                 record["comparison"] = comparison(record)
@@ -298,7 +299,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw every run's curve against steps and seconds, final evaluations as dots; needs matplotlib."""
+    """Draw curves against steps, and against seconds where the machine did nothing else; needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -311,8 +312,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
     colours = dict(zip(SCHEDULES, ("tab:blue", "tab:orange")))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, unit in zip(panels, ("steps", "seconds")):
+    # Seconds compare nothing where other programs used the machine meanwhile
+    units = ("steps",) if any(run["shared_machine"] for run in record["runs"]) else ("steps", "seconds")
+    panels = figure.subplots(1, len(units), sharey=True, squeeze=False)[0]
+    for panel, unit in zip(panels, units):
         column = CURVE_COLUMNS.index(unit)
         named = set()
         for run in record["runs"]:
