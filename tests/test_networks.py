@@ -208,6 +208,8 @@ def mine(monkeypatch):
     module.good = lambda spec: nn.Sequential(nn.Linear(spec.observation_shape[0], 9), nn.Tanh())
     module.wrong = lambda spec: nn.Flatten(0)
     module.broken = lambda spec: nn.Linear(99, 9)
+    module.norm = lambda spec: nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9))
+    module.drop = lambda spec: nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.1))
     monkeypatch.setitem(sys.modules, "my_networks", module)
 
 
@@ -235,11 +237,20 @@ def test_a_network_of_ones_own():
         ("my_networks:missing", "can't be imported: .*missing"),
         ("my_networks:wrong", r"must turn 4 observations \[4, 4\] into float32 features \[4, F\]"),
         ("my_networks:broken", "doesn't work for test"),
+        ("my_networks:norm", "BatchNorm1d .* does not treat rows one by one"),
+        ("my_networks:drop", "Dropout .* does not treat rows one by one"),
     ],
 )
 def test_a_network_of_ones_own_that_fails(name, message):
     with pytest.raises(ConfigError, match=message):
         build_model(vector_spec(), NetworkOptions(network=name), 0)
+
+
+def test_a_network_of_ones_own_is_found_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "here_only.py").write_text("from torch import nn\ndef f(spec): return nn.Linear(4, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert build_model(vector_spec(), NetworkOptions(network="here_only:f"), 0).custom
 
 
 def test_network_names_are_checked():
