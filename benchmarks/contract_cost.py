@@ -110,11 +110,11 @@ def inference(bench: Bench, spread: list[int], seconds: float) -> dict[str, list
     """CPU-seconds per batch for each number of waiting rows in ``spread``, three ways."""
     exact = InferenceBatch(bench.model, bench.spec, list(range(1, bench.N + 1)), bench.learner.device)
     for batch in (bench.batch, exact):
-        batch.obs[: bench.N] = bench.storage.obs[0]
+        batch.obs[:] = bench.storage.obs[0, : len(batch.obs)]
     (one_row,) = cpu_seconds([lambda: exact.answer(1)], seconds / 10)
     batches: dict[str, list[float]] = {"rows": [], "contract": [], "without": [], "one_row": []}
     for rows in spread:
-        padded, unpadded = functools.partial(bench.batch.answer, rows), functools.partial(exact.answer, rows)
+        padded, unpadded = functools.partial(bench.answer, rows), functools.partial(exact.answer, rows)
         with_contract, without = paired(padded, without_contract(unpadded), 2 * seconds / len(spread))
         batches["rows"].append(rows)
         batches["contract"].append(with_contract)

@@ -17,7 +17,7 @@ from workloads import Workload, workload
 
 from htsrl import determinism, envs
 from htsrl.actors.executor import action_converter
-from htsrl.actors.inference import InferenceBatch, invariant_buckets
+from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_once
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.learner.learner import Learner
@@ -96,7 +96,8 @@ class Bench:
         device = torch.device(self.config.runtime.device)
         self.learner = Learner(self.config, self.spec, device)
         self.model = self.learner.model
-        self.buckets = invariant_buckets(self.model, self.spec, self.N, device)
+        at_once = rows_at_once(self.spec, self.N, device)
+        self.buckets = invariant_buckets(self.model, self.spec, at_once, device)
         self.batch = InferenceBatch(self.model, self.spec, self.buckets, device)
         fields = rollout_fields(self.spec, self.T, self.N, self.model.head.noise_size)
         self.storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
@@ -134,11 +135,19 @@ class Bench:
         """Answer the storage's first rows, one batch for all replicas; returns the steps that stand for."""
         rows = min(self.T, 8)
         for t in range(rows):
-            self.batch.obs[: self.N] = self.storage.obs[t]
-            self.batch.noise[: self.N] = self.storage.noise[t]
-            answer = self.batch.answer(self.N)
-            self.storage.log_prob[t], self.storage.value[t] = answer.log_prob, answer.value
+            for start in range(0, self.N, self.batch.largest):
+                part = slice(start, min(start + self.batch.largest, self.N))
+                size = part.stop - part.start
+                self.batch.obs[:size] = self.storage.obs[t, part]
+                self.batch.noise[:size] = self.storage.noise[t, part]
+                answer = self.batch.answer(size)
+                self.storage.log_prob[t, part], self.storage.value[t, part] = answer.log_prob, answer.value
         return rows * self.N
+
+    def answer(self, rows: int) -> None:
+        """Answer ``rows`` waiting rows as an actor does: in as few batches as hold them."""
+        for start in range(0, rows, self.batch.largest):
+            self.batch.answer(min(self.batch.largest, rows - start))
 
     def learn(self) -> int:
         """One update on the full storage; returns the steps it stands for."""

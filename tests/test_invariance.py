@@ -97,8 +97,6 @@ def test_the_logits_of_a_row_are_the_same_in_batches_of_one_three_and_all(env, n
     spec = envs.describe(env, config.environment)
     determinism.enable(threads=1)  # as in an actor
     model = build_model(spec, config.network, seed=0)
-    logits: list[np.ndarray] = []
-    model.register_forward_hook(lambda module, inputs, outputs: logits.append(outputs[0].numpy().copy()))
     device = torch.device("cpu")
     batch = InferenceBatch(model, spec, invariant_buckets(model, spec, replicas, device), device)
     rows = rows_of(env, config.environment, replicas, steps)
@@ -111,9 +109,12 @@ def test_the_logits_of_a_row_are_the_same_in_batches_of_one_three_and_all(env, n
             chosen = order[start : start + size]
             batch.obs[: len(chosen)] = rows[chosen]
             batch.noise[: len(chosen)] = noise[chosen]
-            logits.clear()
             answer = batch.answer(len(chosen))
-            found.append((logits[0][: len(chosen)], answer.action, answer.log_prob, answer.value))
+            padded = next(bucket for bucket in batch.buckets if bucket >= len(chosen))
+            with torch.inference_mode():
+                logits, _ = model(torch.from_numpy(batch.obs[:padded]))
+            logits = logits[: len(chosen)].numpy()
+            found.append((logits, answer.action.copy(), answer.log_prob.copy(), answer.value.copy()))
         back = np.argsort(order)
         return [np.concatenate(parts)[back] for parts in zip(*found)]
 
