@@ -176,7 +176,8 @@ def inference_table(result: dict[str, Any]) -> str:
     batches, buckets = result["batches"], result["buckets"]
     rows = [["rows", "padded to", "contract, µs", "without, µs", "ratio", "one by one, µs", "batched is"]]
     for n, contract, without, one in zip(*(batches[key] for key in ("rows", "contract", "without", "one_row"))):
-        padded = next(size for size in buckets if size >= n)
+        full, rest = divmod(n, buckets[-1])
+        padded = full * buckets[-1] + (next(size for size in buckets if size >= rest) if rest else 0)
         micro = [number(1e6 * value) for value in (contract, without, one)]
         rows.append([str(n), str(padded), *micro[:2], f"{contract / without:.2f}", micro[2], f"{one / contract:.1f}x"])
     return table(rows)
