@@ -31,7 +31,7 @@ def run_actor(ports: ActorPorts) -> None:
         buckets = invariant_buckets(model, ports.spec, rows_wanted, device)
         batch = InferenceBatch(model, ports.spec, buckets, device)
         control = ports.arena.views("control")
-        storages = [flat_rows(ports.arena.views(name)) for name in ("even", "odd")]
+        storages = [FlatRows(ports.arena.views(name)) for name in ("even", "odd")]
         columns_of = [np.array(group) for group in layout.groups]
         executor_of = layout.executor_of.tolist()
         version = -1
@@ -91,7 +91,7 @@ def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> l
             return sorted(waiting)
 
 
-class flat_rows:
+class FlatRows:
     """A storage's fields with time and columns as one axis: row t * N + n."""
 
     def __init__(self, storage: Any) -> None:

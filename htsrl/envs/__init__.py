@@ -14,7 +14,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Literal
 
-from htsrl.config import AtariOptions, FootballOptions, GymnasiumOptions, Section, SyntheticOptions
+from htsrl.config import FAMILIES, Section
 from htsrl.envs.spec import ActionSpec, Environment, EnvSpec
 from htsrl.errors import ConfigError
 
@@ -37,12 +37,6 @@ _PREFIXES: dict[str, Family] = {
     "atari:": "atari",
     "ALE/": "atari",
     "synthetic:": "synthetic",
-}
-_OPTIONS: dict[Family, type[Section]] = {
-    "gymnasium": GymnasiumOptions,
-    "atari": AtariOptions,
-    "football": FootballOptions,
-    "synthetic": SyntheticOptions,
 }
 _MODULES: dict[Family, str] = {
     "gymnasium": "htsrl.envs.gymnasium_env",
@@ -68,7 +62,7 @@ def family_of(env: str) -> Family:
 
 def options_class(env: str) -> type[Section]:
     """The section of the configuration that describes environments of this family."""
-    return _OPTIONS[family_of(env)]
+    return FAMILIES[family_of(env)]
 
 
 def module_of(env: str) -> str:
@@ -93,8 +87,8 @@ def make(env: str, options: Any, *, render: bool = False) -> Environment:
 def _module(env: str, options: Any) -> ModuleType:
     """The family's module: imported on first use, so that a missing package matters only to those who want it."""
     family = family_of(env)
-    if not isinstance(options, _OPTIONS[family]):
-        raise ConfigError(f"{env} takes {_OPTIONS[family].__name__}, got {type(options).__name__}.")
+    if not isinstance(options, FAMILIES[family]):
+        raise ConfigError(f"{env} takes {FAMILIES[family].__name__}, got {type(options).__name__}.")
     try:
         return importlib.import_module(_MODULES[family])
     except ImportError as error:
