@@ -31,6 +31,8 @@ from htsrl.actors.inference import InferenceBatch
 from htsrl.errors import ConfigError
 from htsrl.storage.digest import trajectory_digest
 
+SHORT_INTERVAL = 32
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,11 +52,14 @@ def main() -> int:
 
     record: dict[str, Any] = {**circumstances(), "rows": given.rows, "seconds": given.seconds, "workloads": {}}
     for each, config in zip(chosen, configs):
-        bench = Bench(config)
+        # Short updates in many pairs: a drifting machine would drown a difference between long ones
+        epochs = {"epochs": 1} if each.algo == "ppo" else {}
+        bench, short = Bench(config), Bench(each.config(num_envs=given.rows, sync_interval=SHORT_INTERVAL, **epochs))
         try:
-            result = cost(bench, spread, given.seconds)
+            result = cost(bench, short, spread, given.seconds)
         finally:
             bench.close()
+            short.close()
         record["workloads"][each.name] = result
         print(f"\n{each.name}\n{inference_table(result)}\n\n{contract_lines(result)}", flush=True)
         if given.json:
@@ -76,14 +81,15 @@ def spread_of(text: str | None, most: int) -> list[int]:
     return numbers
 
 
-def cost(bench: Bench, spread: list[int], seconds: float) -> dict[str, Any]:
-    """All figures of one workload, in CPU-seconds of one thread."""
+def cost(bench: Bench, short: Bench, spread: list[int], seconds: float) -> dict[str, Any]:
+    """All figures of one workload, in CPU-seconds of one thread; ``short`` has quick updates of the same network."""
     step = {"environment": cpu_seconds([bench.fill], seconds)[0] / (bench.T * bench.N)}
     batches = inference(bench, spread, seconds)
     waiting = sum(batches["rows"])
     means = {variant: sum(batches[variant]) / waiting for variant in ("contract", "without", "one_row")}
     step["inference"] = means["contract"]
-    learning, learning_without = paired(bench.learn, without_contract(bench.learn), seconds)
+    (learning,) = cpu_seconds([bench.learn], seconds)
+    short_learning, short_without = paired(short.learn, without_contract(short.learn), 4 * seconds)
     noise, noise_without = paired(lambda: draw_noise(bench, keyed=True), lambda: draw_noise(bench, keyed=False), 1.0)
     (digest,) = cpu_seconds([lambda: trajectory_digest(bytes(32), bench.storage)], 1.0)
     steps = bench.T * bench.N
@@ -91,7 +97,7 @@ def cost(bench: Bench, spread: list[int], seconds: float) -> dict[str, Any]:
     total = sum(step.values())
     added = {
         "padding": means["contract"] - means["without"],
-        "learning": (learning - learning_without) / steps,
+        "learning": (1.0 - short_without / short_learning) * learning / steps,
         "noise": (noise - noise_without) / steps,
         "digest": digest / steps,
     }
@@ -149,13 +155,22 @@ def without_contract(part: Callable[[], Any]) -> Callable[[], None]:
 
 
 def paired(first: Callable[[], Any], second: Callable[[], Any], seconds: float) -> tuple[float, float]:
-    """Median CPU-seconds of each, called in turn so that a drifting machine treats both alike."""
-    one, other = cpu_seconds([first, second], seconds)
-    return one, other
+    """CPU-seconds of each, called in turn: the first's median, and that times the median of the pairs' ratios.
+
+    A machine that drifts from second to second treats the two calls of a pair alike, but not the first and the last.
+    """
+    times = cpu_times([first, second], seconds)
+    one = statistics.median(times[0])
+    return one, one * statistics.median(other / each for each, other in zip(*times))
 
 
 def cpu_seconds(parts: list[Callable[[], Any]], seconds: float) -> list[float]:
-    """Median CPU-seconds of a call of each of ``parts``, called in turn: once, then for ``seconds``, at least 3x."""
+    """Median CPU-seconds of a call of each of ``parts``, called in turn for ``seconds``."""
+    return [statistics.median(taken) for taken in cpu_times(parts, seconds)]
+
+
+def cpu_times(parts: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
+    """CPU-seconds of every call of each of ``parts``, called in turn for ``seconds``, after one unmeasured call."""
     for part in parts:
         part()
     times: list[list[float]] = [[] for _ in parts]
@@ -165,7 +180,7 @@ def cpu_seconds(parts: list[Callable[[], Any]], seconds: float) -> list[float]:
             before = time.process_time()
             part()
             taken.append(time.process_time() - before)
-    return [statistics.median(taken) for taken in times]
+    return times
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
