@@ -45,7 +45,7 @@ def run_actor(ports: ActorPorts) -> None:
                 return
             pause()
             if version != control.version[0]:
-                parameters.vector.copy_(torch.from_numpy(control.parameters))
+                parameters.assign(torch.from_numpy(control.parameters))
                 version = int(control.version[0])
             interval = int(control.interval[0])
             storage = storages[interval % 2]

@@ -21,6 +21,7 @@ from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_on
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.learner.learner import Learner
+from htsrl.models import FlatParameters, build_model
 from htsrl.resolve import resolve
 from htsrl.rng import episode_seed
 from htsrl.storage.fields import rollout_fields
@@ -95,7 +96,9 @@ class Bench:
         determinism.enable(threads=1)
         device = torch.device(self.config.runtime.device)
         self.learner = Learner(self.config, self.spec, device)
-        self.model = self.learner.model
+        # As an actor has it
+        self.model = build_model(self.spec, self.config.network, self.config.seed).to(device)
+        FlatParameters(self.model, gradients=False)
         at_once = rows_at_once(self.spec, self.N, device)
         self.buckets = invariant_buckets(self.model, self.spec, at_once, device)
         self.batch = InferenceBatch(self.model, self.spec, self.buckets, device)

@@ -208,6 +208,8 @@ class NetworkOptions(Section):
     """Activation of the MLP."""
     initial_log_std: float = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """'bf16' computes image networks in bfloat16: faster, just as reproducible; parameters and losses stay float32."""
 
     @field_validator("network")
     @classmethod

@@ -13,7 +13,7 @@ from test_runtime import assert_same_bits
 from htsrl import determinism, envs, trials, verify
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.digests import Trail, first_difference
-from htsrl.models import build_model
+from htsrl.models import FlatParameters, build_model
 from htsrl.settings import configure
 
 SMALL = {"num_envs": 4, "sync_interval": 8, "total_steps": 4 * 8 * 3, "minibatches": 2, "epochs": 1}
@@ -29,16 +29,17 @@ def trail(config, layout, delay_ms=0.0) -> Trail:
 
 
 @pytest.mark.parametrize(
-    "env",
+    ("env", "precision"),
     [
-        pytest.param("atari:Pong", marks=pytest.mark.atari),
-        pytest.param("gfootball", marks=pytest.mark.football),
+        pytest.param("atari:Pong", "float32", marks=pytest.mark.atari),
+        pytest.param("gfootball", "float32", marks=pytest.mark.football),
+        pytest.param("gfootball", "bf16", marks=pytest.mark.football),
     ],
 )
-def test_games_give_the_same_bits_in_any_layout_and_with_delays(env):
+def test_games_give_the_same_bits_in_any_layout_and_with_delays(env, precision):
     package, extra = {"atari:Pong": ("ale_py", "atari"), "gfootball": ("gfootball", "football")}[env]
     pytest.importorskip(package, reason=f"needs the extra {extra}")
-    config = configure(env, **SMALL)
+    config = configure(env, precision=precision, **SMALL)
     reference = trail(config, "1x1")
     assert len(reference.digests) == 3
     assert first_difference(reference, trail(config, "3x2x1", delay_ms=2.0)) is None
@@ -83,20 +84,24 @@ def rows_of(env, options, replicas, steps) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("env", "network"),
+    ("env", "network", "precision"),
     [
-        ("CartPole-v1", "mlp"),
-        ("synthetic:football", "nature"),
-        ("synthetic:football", "football"),
-        ("synthetic:football", "impala"),
+        ("CartPole-v1", "mlp", "float32"),
+        ("synthetic:football", "nature", "float32"),
+        ("synthetic:football", "football", "bf16"),
+        ("synthetic:football", "impala", "float32"),
+        ("synthetic:football", "impala", "bf16"),
     ],
 )
-def test_the_logits_of_a_row_are_the_same_in_batches_of_one_three_and_all(env, network):
+def test_the_logits_of_a_row_are_the_same_in_batches_of_one_three_and_all(env, network, precision):
     replicas, steps = 16, 4
-    config = configure(env, network=network, **({"step_ms": 0.0} if env.startswith("synthetic") else {}))
+    config = configure(
+        env, network=network, precision=precision, **({"step_ms": 0.0} if env.startswith("synthetic") else {})
+    )
     spec = envs.describe(env, config.environment)
     determinism.enable(threads=1)  # as in an actor
     model = build_model(spec, config.network, seed=0)
+    FlatParameters(model, gradients=False)
     device = torch.device("cpu")
     batch = InferenceBatch(model, spec, invariant_buckets(model, spec, replicas, device), device)
     rows = rows_of(env, config.environment, replicas, steps)

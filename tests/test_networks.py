@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from rollouts import BOX, DISCRETE, MULTI, image_spec, network, vector_spec
 from torch import nn
 
 from htsrl.config import NetworkOptions
 from htsrl.errors import ConfigError
-from htsrl.models import FlatParameters, build_model
+from htsrl.models import FlatParameters, build_model, networks
 from htsrl.models.networks import ScaledImage
 
 CNNS = [("nature", (84, 84, 4)), ("football", (72, 96, 16)), ("impala", (30, 41, 3))]
@@ -88,7 +89,7 @@ def test_the_image_is_viewed_and_the_features_are_flattened_without_a_copy():
 def test_float_images_are_not_scaled_and_not_written():
     image = torch.rand(4, 40, 40, 3)
     before = image.clone()
-    torch.testing.assert_close(ScaledImage(np.dtype(np.float32))(image), before.permute(0, 3, 1, 2))
+    torch.testing.assert_close(ScaledImage(np.dtype(np.float32), NetworkOptions())(image), before.permute(0, 3, 1, 2))
     spec = replace(image_spec(40, 40, 3), observation_dtype=np.dtype(np.float32))
     build_model(spec, NetworkOptions(), 0)(image)
     assert torch.equal(image, before)
@@ -256,3 +257,55 @@ def test_a_network_of_ones_own_is_found_in_the_current_folder(tmp_path, monkeypa
 def test_network_names_are_checked():
     with pytest.raises(ValueError, match="must be one of auto, mlp, nature, football, impala or module:function"):
         NetworkOptions(network="resnet")
+
+
+# ------------------------------------------------------------------------------------------------------------- bfloat16
+
+
+@pytest.mark.parametrize(("name", "shape"), CNNS)
+def test_bf16_is_near_float32_and_gives_float32(name, shape):
+    spec = image_spec(*shape)
+    obs = images(8, *shape)
+    exact, rounded = (build_model(spec, NetworkOptions(network=name, precision=p), 0) for p in ("float32", "bf16"))
+    assert sha(exact) == sha(rounded)
+    (params, value), (near_params, near_value) = exact(obs), rounded(obs)
+    assert near_params.dtype == near_value.dtype == torch.float32
+    for near, right in ((near_value, value), (near_params, params)):
+        assert 0 < torch.linalg.vector_norm(near - right) < 0.03 * torch.linalg.vector_norm(right)
+
+
+def test_wrong_kernels_are_refused(monkeypatch):
+    """PyTorch 2.13's own for AMX are, where this machine has it; elsewhere this stands in for them."""
+    monkeypatch.setattr(networks.BlockConv, "forward", lambda self, x: F.conv2d(x, self.weight.new_ones(32, 64, 2, 2)))
+    with pytest.raises(ConfigError, match="bfloat16 kernels are off"):
+        build_model(image_spec(84, 84, 4), NetworkOptions(precision="bf16"), 0)
+
+
+def test_an_actor_rounds_the_weights_once_and_answers_as_the_learner_would():
+    spec = image_spec(84, 84, 4)
+    options = NetworkOptions(precision="bf16")
+    learner, actor = build_model(spec, options, 0), build_model(spec, options, 1)
+    newest, copy = FlatParameters(learner), FlatParameters(actor, gradients=False)
+    obs = images(8, 84, 84, 4)
+    copy.assign(newest.vector)
+    assert {p.dtype for p in actor.trunk.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in actor.policy.parameters()} == {torch.float32}
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(actor(obs)[0], learner(obs)[0])
+        newest.vector.mul_(1.5)
+        copy.load(dict(newest.items()))
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(newest.items(), copy.items(), strict=True))
+
+
+def test_bf16_gradients_are_float32_in_the_one_vector():
+    model, parameters = network(image_spec(84, 84, 4), precision="bf16")
+    params, value = model(images(4, 84, 84, 4))
+    (params.square().sum() + value.sum()).backward()
+    assert parameters.vector.grad.dtype == torch.float32
+    assert all(p.grad.abs().sum() > 0 for p in model.trunk.parameters())
+
+
+def test_bf16_is_refused_for_vectors():
+    with pytest.raises(ConfigError, match="precision bf16 pays for networks that read images"):
+        build_model(vector_spec(DISCRETE), NetworkOptions(precision="bf16"), 0)

@@ -142,7 +142,7 @@ def test_the_policy_lag_is_one_and_actors_use_exactly_the_behaviour_parameters(t
     model = build_model(envs.describe(config.env, config.environment), config.network, config.seed)
     flat = FlatParameters(model, gradients=False)
     for parameters, interval in zip(recording.parameters, recording.intervals):
-        flat.vector.copy_(torch.from_numpy(parameters))
+        flat.assign(torch.from_numpy(parameters))
         with torch.inference_mode():
             logits, value = model(torch.from_numpy(interval["obs"][:-1].reshape(-1, 4)))
             action = model.head.sample(logits, torch.from_numpy(interval["noise"].reshape(-1, 2)))

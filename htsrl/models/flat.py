@@ -14,20 +14,28 @@ class FlatParameters:
 
     ``vector`` [P] and its ``.grad`` [P] are what an optimizer steps. Convolution weights are views in channels_last
     memory order, so that the vector is what the kernels read and nothing is reordered in the hot path.
+
+    Without gradients, the trunk of a model of ours that computes in bfloat16 has copies of that type, made once per
+    :meth:`assign` instead of in every forward pass.
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = True) -> None:
-        self._parameters = sorted(model.named_parameters())
-        first = self._parameters[0][1]
-        total = sum(p.numel() for _, p in self._parameters)
-        self.vector = torch.empty(total, dtype=torch.float32, device=first.device)
+        parameters = sorted(model.named_parameters())
+        total = sum(p.numel() for _, p in parameters)
+        self.vector = torch.empty(total, dtype=torch.float32, device=parameters[0][1].device)
         grad = torch.zeros_like(self.vector) if gradients else None
+        rounded = not gradients and getattr(model, "bf16", False) and not model.custom
+        self._views: dict[str, torch.Tensor] = {}
+        self._rounded: list[tuple[nn.Parameter, torch.Tensor]] = []
         start = 0
-        for _, parameter in self._parameters:
+        for name, parameter in parameters:
             piece = slice(start, start + parameter.numel())
             view = _as_shape(self.vector[piece], parameter.shape)
             view.copy_(parameter.detach())
-            parameter.data = view
+            self._views[name] = parameter.data = view
+            if rounded and name.startswith("trunk."):
+                parameter.data = view.to(torch.bfloat16)
+                self._rounded.append((parameter, view))
             parameter.grad = _as_shape(grad[piece], parameter.shape) if grad is not None else None
             parameter.requires_grad_(gradients)
             start += parameter.numel()
@@ -36,20 +44,30 @@ class FlatParameters:
     def __len__(self) -> int:
         return self.vector.numel()
 
+    def assign(self, vector: torch.Tensor) -> None:
+        """Set all parameters, from [P] float32 on any device."""
+        self.vector.copy_(vector)
+        self._round()
+
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
         """Name and C-contiguous copy of each parameter, in name order."""
-        for name, parameter in self._parameters:
-            yield name, parameter.detach().cpu().contiguous().numpy().copy()
+        for name, view in self._views.items():
+            yield name, view.cpu().contiguous().numpy().copy()
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set every parameter by name; names and shapes must be exactly the model's."""
-        expected = {name: tuple(p.shape) for name, p in self._parameters}
+        expected = {name: tuple(view.shape) for name, view in self._views.items()}
         got = {name: tuple(a.shape) for name, a in arrays.items()}
         if expected != got:
             wrong = sorted(set(expected.items()) ^ set(got.items()))
             raise ValueError(f"parameters don't fit the network: {wrong[:4]}")
-        for name, parameter in self._parameters:
-            parameter.data.copy_(torch.from_numpy(arrays[name]))
+        for name, view in self._views.items():
+            view.copy_(torch.from_numpy(arrays[name]))
+        self._round()
+
+    def _round(self) -> None:
+        for parameter, view in self._rounded:
+            parameter.data.copy_(view)
 
 
 def _as_shape(piece: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -47,13 +47,20 @@ class ActorCritic(nn.Module):
         self.value = value
         self.row_bytes = 0
         """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
+        self.bf16 = False
+        """Whether the trunk computes in bfloat16; policy and value don't. ``build_model`` sets it."""
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian):
             self.log_std = nn.Parameter(torch.full((head.dimensions,), float(initial_log_std)))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Policy parameters [B, P] and value [B], float32, for ``obs`` [B, *obs] in the environment's dtype."""
-        features = self.trunk(obs)
+        if self.bf16:
+            # Weights that were rounded once are not cached: the actor's are rounded already, the learner's change
+            with torch.autocast(obs.device.type, torch.bfloat16, cache_enabled=False):
+                features = self.trunk(obs).float()
+        else:
+            features = self.trunk(obs)
         params = self.policy(features)
         if self.log_std is not None:
             params = torch.cat((params, self.log_std.expand_as(params)), -1)
@@ -81,9 +88,12 @@ def mlp(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator
 def nature_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The network of Mnih et al. 2015, which the HTS-RL paper also uses for football's 72x96x16 minimap."""
     height, width, channels = spec.observation_shape
-    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype)]
+    blocks = 4 if options.precision == "bf16" else 1
+    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype, options, blocks)]
     for outputs, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        layers += [conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
+        first = blocks > 1 and len(layers) == 1
+        layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv if first else nn.Conv2d))
+        layers.append(nn.ReLU(inplace=True))
         height, width, channels = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if min(height, width) < 1:
         size = "x".join(map(str, spec.observation_shape))
@@ -98,7 +108,7 @@ def nature_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Ge
 def impala_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The deep residual network of Espeholt et al. 2018 (figure 3), without its LSTM."""
     height, width, channels = spec.observation_shape
-    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype)]
+    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype, options)]
     sections = (16, 32, 32)
     for outputs in sections:
         layers += [conv(channels, outputs, 3, 1, 1, HIDDEN_GAIN, rng), nn.MaxPool2d(3, 2, 1)]
@@ -139,15 +149,45 @@ def widest_row(model: ActorCritic, obs: torch.Tensor) -> int:
 
 
 class ScaledImage(nn.Module):
-    """[B, H, W, C] to [B, C, H, W] float32, channels_last; uint8 from 0..255 to 0..1, other dtypes as they are."""
+    """[B, H, W, C] to [B, C, H, W] floats, channels_last; uint8 from 0..255 to 0..1, other dtypes as they are.
 
-    def __init__(self, dtype: np.dtype) -> None:
+    With ``block`` > 1 what comes out is [B, block²·C, H/block, W/block], for :class:`BlockConv`: the pixels of each
+    block side by side, in the same copy that makes floats of bytes.
+    """
+
+    def __init__(self, dtype: np.dtype, options: NetworkOptions, block: int = 1) -> None:
         super().__init__()
         self.scale = 1.0 / 255.0 if dtype == np.uint8 else None
+        # Bytes are exact in bfloat16, so the first convolution may as well read half as much
+        self.dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+        self.block = block
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        image = image.permute(0, 3, 1, 2)
-        return image.float() if self.scale is None else image.float().mul_(self.scale)
+        if self.block > 1:
+            B, H, W, C = image.shape
+            s, h, w = self.block, H // self.block, W // self.block
+            blocks = image[:, : h * s, : w * s].reshape(B, h, s, w, s, C).transpose(2, 3)
+            blocks = blocks.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+            image = blocks.view(B, h, w, s * s * C).permute(0, 3, 1, 2)
+        else:
+            image = image.permute(0, 3, 1, 2).to(self.dtype)
+        return image if self.scale is None else image.mul_(self.scale)
+
+
+class BlockConv(nn.Conv2d):
+    """A convolution of kernel 2s and stride s as one of kernel 2 and stride 1 over blocks of s x s pixels.
+
+    The same sums. PyTorch 2.13's bfloat16 kernel for AMX gets kernel 8, stride 4 over 16 channels wrong, and this form
+    is as fast.
+    """
+
+    def forward(self, blocks: torch.Tensor) -> torch.Tensor:
+        outputs, C, kernel, _ = self.weight.shape
+        s = self.stride[0]
+        assert kernel == 2 * s
+        weight = self.weight.permute(0, 2, 3, 1).reshape(outputs, 2, s, 2, s, C).transpose(2, 3)
+        weight = weight.reshape(outputs, 2, 2, s * s * C).permute(0, 3, 1, 2)
+        return F.conv2d(blocks, weight, self.bias)
 
 
 class FlatImage(nn.Module):
@@ -178,10 +218,17 @@ def linear(inputs: int, outputs: int, gain: float, rng: torch.Generator) -> nn.L
 
 
 def conv(
-    inputs: int, outputs: int, kernel: int, stride: int, padding: int, gain: float, rng: torch.Generator
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    gain: float,
+    rng: torch.Generator,
+    kind: type[nn.Conv2d] = nn.Conv2d,
 ) -> nn.Conv2d:
     """A square convolution with orthogonal weights and zero bias, channels_last."""
-    layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, stride, padding)
+    layer = nn.utils.skip_init(kind, inputs, outputs, kernel, stride, padding)
     return _initialised(layer, gain, rng).to(memory_format=torch.channels_last)
 
 
