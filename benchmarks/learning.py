@@ -16,11 +16,13 @@ import math
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from facts import ROOT, chosen, circumstances, number, run_main, save_json, table
+from workloads import flags
 
 from htsrl import envs
 from htsrl.config import FAMILIES
@@ -36,7 +38,7 @@ RECENT = 100
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the table of tasks. Settings that aren't named here are the preset's."""
+    """One line of the table of tasks."""
 
     env: str
     algo: str
@@ -49,6 +51,8 @@ class Task:
     """Levels of the running mean over training episodes whose first crossing is compared between schedules."""
     stochastic: bool
     """Whether evaluation samples actions: where the paper or the family's custom does."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the preset."""
 
 
 TASKS = {
@@ -59,7 +63,7 @@ TASKS = {
     ),
     "pendulum-ppo": Task("Pendulum-v1", "ppo", 300_000, "return", -250.0, (-1000.0, -500.0, -250.0), False),
     "halfcheetah-ppo": Task("HalfCheetah-v5", "ppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
-    "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True),
+    "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True, {"precision": "bf16"}),
 }
 
 
@@ -144,6 +148,7 @@ def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, A
     run_dir = unused(runs / f"{name}-{schedule}-{seed}")
     train = ["train", "--algo", task.algo, "--env", task.env, "--total-steps", str(record["steps"])]
     train += ["--seed", str(seed), "--schedule", schedule, "--run-dir", str(run_dir), "--no-tensorboard"]
+    train += flags(task.settings)
     evaluate = ["eval", str(run_dir), "--episodes", str(record["evaluation"]["episodes"]), "--json"]
     evaluate += ["--stochastic"] if task.stochastic else []
     where = circumstances()

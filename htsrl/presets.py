@@ -40,7 +40,7 @@ FOOTBALL_A2C: Preset = {
     "max_grad_norm": 0.64,
 }
 ATARI_PPO: Preset = {
-    # Schulman et al. 2017, appendix A: minibatches of 256, here from twice as many replicas; with the shorter clip range
+    # Schulman et al. 2017, appendix A, with their minibatches of 256 but twice the replicas, and the shorter clip range
     # that later implementations agree on.
     "total_steps": 10_000_000,
     "num_envs": 16,
