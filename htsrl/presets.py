@@ -107,7 +107,16 @@ ENVIRONMENT_PRESETS: dict[tuple[str, str], Preset] = {
         "epochs": 8,
         "entropy_coef": 0.0,
     },
-    ("CartPole-v1", "a2c"): {"total_steps": 400_000},
+    # Small rewards: with one norm for both, returns of up to 100 would let the value function's gradient use up the clip
+    # and leave the policy almost none. Short intervals: one gradient step each.
+    ("CartPole-v1", "a2c"): {
+        "total_steps": 400_000,
+        "sync_interval": 8,
+        "optimizer": "rmsprop",
+        "gae_lambda": 1.0,
+        "entropy_coef": 0.0,
+        "reward_scale": 0.02,
+    },
     ("Acrobot-v1", "ppo"): {"total_steps": 300_000},
     ("Acrobot-v1", "a2c"): {"total_steps": 500_000},
     # Every step counts and the effects are immediate: a short horizon learns several times faster.
