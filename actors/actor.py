@@ -21,7 +21,7 @@ def run_actor(ports: ActorPorts) -> None:
     """Body of an actor process."""
     with reported("actor", ports.index, ports.lines):
         # Build the policy, and find the batch sizes that don't change a row's bits
-        determinism.enable(threads=1)
+        determinism.enable()
         device = torch.device(ports.device)
         model = build_model(ports.spec, ports.network, ports.seed).to(device)
         parameters = FlatParameters(model, gradients=False)

@@ -93,7 +93,7 @@ class Bench:
         runtime = config.runtime.model_copy(update={"schedule": "sync", "learner_threads": 1})
         self.config = resolve(config.model_copy(update={"runtime": runtime}), self.spec)
         self.T, self.N = runtime.sync_interval, runtime.num_envs
-        determinism.enable(threads=1)
+        determinism.enable()
         device = torch.device(self.config.runtime.device)
         self.learner = Learner(self.config, self.spec, device)
         # As an actor has it

@@ -237,7 +237,7 @@ class RuntimeOptions(Section):
     device: str = "auto"
     """'cpu', 'cuda', 'cuda:1' or 'auto' (a GPU where there is one)."""
     learner_threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of the learner. Other numbers give other bits; 'auto' is written into the run's configuration."""
+    """Threads that share a gradient. Other numbers give other bits; 'auto' is written into the run's configuration."""
     max_restarts: NonNegativeInt = 20
     """Failed processes that are replaced before the run gives up; 0 gives up at once."""
     step_timeout: PositiveFloat | None = 300.0

@@ -9,8 +9,10 @@ from importlib.metadata import version
 import torch
 
 
-def enable(threads: int) -> None:
-    """Put torch into deterministic mode with ``threads`` CPU threads in this process.
+def enable() -> None:
+    """Put torch into deterministic mode in this process, each kernel on one core.
+
+    What several cores should share is split where it is known what belongs together, see htsrl.learner.gradient.
 
     Raises:
         RuntimeError: torch ignored a switch.
@@ -24,13 +26,13 @@ def enable(threads: int) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     wanted = {
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cuDNN without autotuning": not torch.backends.cudnn.benchmark,
         "deterministic cuDNN": torch.backends.cudnn.deterministic,
         "full float32 products": not torch.backends.cuda.matmul.allow_tf32,
-        f"{threads} threads": torch.get_num_threads() == threads,
+        "one thread per kernel": torch.get_num_threads() == 1,
     }
     ignored = [name for name, on in wanted.items() if not on]
     if ignored:

@@ -136,7 +136,7 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     config = load_config(run_dir / "config.toml")
     checkpoint = load_checkpoint(newest_checkpoint(run_dir))
     spec = envs.describe(config.env, config.environment)
-    determinism.enable(threads=1)
+    determinism.enable()
     model = build_model(spec, config.network, config.seed)
     FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
     with filming(video, spec) as film:
@@ -185,7 +185,7 @@ class EvaluatorPorts:
 def run_evaluator(ports: EvaluatorPorts) -> None:
     """Body of the evaluator process: plays the configured episodes with each set of parameters it is sent."""
     with reported("evaluator", 0, ports.lines):
-        determinism.enable(threads=1)
+        determinism.enable()
         config, output = ports.config, ports.config.output
         model = build_model(ports.spec, config.network, config.seed)
         parameters = FlatParameters(model, gradients=False)

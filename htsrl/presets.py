@@ -107,8 +107,8 @@ ENVIRONMENT_PRESETS: dict[tuple[str, str], Preset] = {
         "epochs": 8,
         "entropy_coef": 0.0,
     },
-    # Small rewards: with one norm for both, returns of up to 100 would let the value function's gradient use up the clip
-    # and leave the policy almost none. Short intervals: one gradient step each.
+    # Small rewards: with one norm for both, returns of up to 100 would let the value function's gradient use up the
+    # clip and leave the policy almost none. Short intervals: one gradient step each.
     ("CartPole-v1", "a2c"): {
         "total_steps": 400_000,
         "sync_interval": 8,

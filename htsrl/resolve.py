@@ -26,8 +26,8 @@ def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
     device = resolve_device(config.runtime.device)
     threads = config.runtime.learner_threads
     if threads == "auto":
-        # Several passes of convolutions keep every core busy. The small layers of an MLP lose more by handing work over
-        # than they gain, and one pass leaves the cores to executors and actors.
+        # Several passes of convolutions keep every core busy. An MLP's gradient loses more by being split than it
+        # gains, and one pass leaves the cores to executors and actors.
         heavy = spec.observation_kind == "image" and getattr(config.algorithm, "epochs", 1) > 1
         threads = available_cores() if heavy and device == "cpu" else 1
     runtime = config.runtime.model_copy(update={"device": device, "learner_threads": threads})

@@ -120,7 +120,7 @@ def _execute(
     config: AnyConfig, spec: EnvSpec, run_dir: Path, checkpoint: Checkpoint | None, notes: list[str] | None = None
 ) -> Result:
     """Run from ``checkpoint``, or from the beginning, to the end."""
-    determinism.enable(threads=int(config.runtime.learner_threads))
+    determinism.enable()
     with alone_in(run_dir), closing(Reporter(config, spec, run_dir)) as reporter:
         for note in notes or ():
             reporter.note(note)

@@ -262,7 +262,7 @@ def reservations(checkpoint: Checkpoint, config: AnyConfig, spec: EnvSpec) -> It
 def prepare(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
     """``config`` with all that is left to the machine, writing nothing but digests; puts torch in order for it."""
     config = resolve(config, spec)
-    determinism.enable(threads=int(config.runtime.learner_threads))
+    determinism.enable()
     output = OutputOptions(progress="none", tensorboard=False, record_digests=True, keep_checkpoints=1)
     return config.model_copy(update={"output": output})
 

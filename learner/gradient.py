@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from htsrl.errors import RunFailed
 from htsrl.learner.minibatches import Batch, Rows, piece_rows
 from htsrl.models import ActorCritic, FlatParameters
+from htsrl.models.flat import Shard
 
 Loss = Callable[[torch.Tensor, torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
 
@@ -20,16 +23,54 @@ def accumulate_gradient(
     """Leave the gradient of ``loss`` over ``rows`` [M] in ``parameters.vector.grad``; returns the loss's terms [terms].
 
     ``loss(params [M, P], value [M], rows)`` gives the scalar to descend and its terms for the records, all of them sums
-    over rows, so that the gradient may be added up over pieces of rows.
+    over rows, so that the gradient may be added up over pieces of rows: one after the other, and side by side in the
+    threads of ``parameters.shards``. Which piece is whose, and the order of the sum, depend on nothing but sizes.
     """
-    gradient(parameters).zero_()
-    terms: list[torch.Tensor] = []
-    for piece in rows.pieces(piece_rows(model.row_bytes, batch.obs.device)):
+
+    def forward(piece: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         params, value = model(batch.obs.index_select(0, piece.index))
-        scalar, piece_terms = loss(params, value, piece)
-        scalar.backward()
-        terms.append(piece_terms)
+        return loss(params, value, piece)
+
+    def work(shard: Shard, pieces: list[Rows]) -> list[torch.Tensor]:
+        shard.grad.zero_()
+        terms = []
+        for piece in pieces:
+            scalar, piece_terms = forward(piece)
+            parts = torch.autograd.grad(scalar, parameters.tensors, allow_unused=True)
+            for view, part in zip(shard.views, parts, strict=True):
+                if part is not None:
+                    view.add_(part)
+            terms.append(piece_terms)
+        return terms
+
+    total = gradient(parameters)
+    shards = parameters.shards
+    pieces = list(rows.pieces(piece_rows(model.row_bytes, batch.obs.device), len(shards) or 1))
+    if shards:
+        threads = workers(len(shards))
+        parts = [threads.submit(work, shard, pieces[k :: len(shards)]) for k, shard in enumerate(shards)]
+        terms = [term for part in parts for term in part.result()]
+        torch.add(shards[0].grad, shards[1].grad, out=total)
+        for shard in shards[2:]:
+            total.add_(shard.grad)
+    else:
+        total.zero_()
+        terms = []
+        for piece in pieces:
+            scalar, piece_terms = forward(piece)
+            scalar.backward()
+            terms.append(piece_terms)
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+@functools.cache
+def workers(count: int) -> ThreadPoolExecutor:
+    """Threads that compute gradients, each on one core.
+
+    PyTorch would rather give every kernel to all cores. Here an executor or actor is about to take one of them, and at
+    the end of every kernel the other cores would wait for it, some of them spinning.
+    """
+    return ThreadPoolExecutor(count, "gradient", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def clip_gradient(parameters: FlatParameters, max_norm: float) -> torch.Tensor:

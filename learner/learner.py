@@ -11,6 +11,7 @@ import torch
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.learner import make_algorithm
+from htsrl.learner.allocator import keep_freed_memory
 from htsrl.learner.delayed import delayed_update
 from htsrl.learner.rollout import Rollout
 from htsrl.models import build_model
@@ -26,11 +27,13 @@ class Learner:
     """
 
     def __init__(self, config: AnyConfig, spec: EnvSpec, device: torch.device) -> None:
+        keep_freed_memory()
         self.device = device
         self.seed = config.seed
         self.lag = 1 if config.runtime.schedule == "hts" else 0
         self.model = build_model(spec, config.network, config.seed).to(device)
-        self.parameters = FlatParameters(self.model)
+        shards = int(config.runtime.learner_threads) if device.type == "cpu" else 1
+        self.parameters = FlatParameters(self.model, shards=shards)
         self.algorithm = make_algorithm(config, self.model, self.parameters)
         self.version = 0
         self.newest = self.parameters.vector.clone()

@@ -11,9 +11,9 @@ import torch
 from htsrl.learner import returns
 from htsrl.learner.rollout import Rollout
 
-# No tensor of a forward and backward pass is larger than this. On the CPU the allocator gives blocks beyond 32 MiB back
-# to the kernel each time, and each time they cost a page fault per 4 KiB (8 to 20 % of a CNN's update); on a GPU the
-# bound is for memory alone. The pieces are part of what decides a run's bits.
+# No tensor of a forward and backward pass is larger than this. On the CPU glibc gives blocks beyond 32 MiB back to the
+# kernel each time, and each time they cost a page fault per 4 KiB (8 to 20 % of a CNN's update); on a GPU the bound is
+# for memory alone. The pieces are part of what decides a run's bits.
 PIECE_BYTES = {"cpu": 28 << 20, "cuda": 1 << 30}
 
 
@@ -37,9 +37,9 @@ class Rows:
         """The K minibatches of an epoch."""
         return (Rows(*columns) for columns in zip(*(column.unbind() for column in self._columns()), strict=True))
 
-    def pieces(self, size: int) -> Iterator[Rows]:
-        """A minibatch in equal pieces of at most ``size`` rows (the last may be smaller)."""
-        count = -(-len(self.index) // size)
+    def pieces(self, size: int, multiple: int = 1) -> Iterator[Rows]:
+        """A minibatch in ``multiple`` or more equal pieces of at most ``size`` rows; the last may be smaller."""
+        count = -(-len(self.index) // (size * multiple)) * multiple
         if count == 1:
             return iter((self,))
         even = -(-len(self.index) // count)

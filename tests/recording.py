@@ -76,7 +76,7 @@ def record(run_dir: Path, env: str, algo: str = "ppo", **settings: Any) -> Recor
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     create_run_dir(config)
-    determinism.enable(threads=int(config.runtime.learner_threads))
+    determinism.enable()
     with closing(Metrics(config, spec, run_dir)) as reporter, RecordingRun(config, spec, run_dir, reporter) as run:
         run.train(threading.Event())
         return Recording(run.intervals, run.behaviours, reporter.records, run.result)

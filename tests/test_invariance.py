@@ -99,7 +99,7 @@ def test_the_logits_of_a_row_are_the_same_in_batches_of_one_three_and_all(env, n
         env, network=network, precision=precision, **({"step_ms": 0.0} if env.startswith("synthetic") else {})
     )
     spec = envs.describe(env, config.environment)
-    determinism.enable(threads=1)  # as in an actor
+    determinism.enable()  # as in an actor
     model = build_model(spec, config.network, seed=0)
     FlatParameters(model, gradients=False)
     device = torch.device("cpu")

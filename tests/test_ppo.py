@@ -11,8 +11,10 @@ from htsrl.config import Config, GymnasiumOptions, PPOOptions
 from htsrl.errors import RunFailed
 from htsrl.learner import make_algorithm, minibatches, ppo
 from htsrl.learner.minibatches import deal
+from htsrl.learner.optimizer import adam
 from htsrl.learner.ppo import PPO
 from htsrl.learner.schedules import learning_rate
+from htsrl.models import FlatParameters
 
 METRICS = {
     "learning_rate",
@@ -242,6 +244,35 @@ def test_pieces_give_the_gradient_of_the_whole(monkeypatch):
     torch.testing.assert_close(
         whole.parameters.vector.grad, pieces.parameters.vector.grad, rtol=1e-3, atol=1e-5 * first["loss/grad_norm"]
     )
+
+
+@pytest.mark.parametrize("shards", [2, 3, 40])
+def test_a_gradient_shared_by_threads_is_the_whole_one_and_always_the_same(shards, monkeypatch):
+    spec = image_spec(36, 36, 1)
+    whole, data = learner(spec, epochs=1, minibatches=2)
+    first = whole.update(data, 0.0, rng())
+    if shards == 2:
+        monkeypatch.setattr(minibatches, "PIECE_BYTES", {"cpu": 4 * 36 * 36 * 5})
+    vectors = []
+    for _ in range(3):
+        shared, _ = learner(spec, epochs=1, minibatches=2)
+        shared.parameters = FlatParameters(shared.model, shards=shards)
+        shared.optimizer = adam(shared.parameters.vector, shared.options.learning_rate, shared.options.adam_eps)
+        assert first == pytest.approx(shared.update(data, 0.0, rng()), rel=1e-3, abs=1e-5)
+        torch.testing.assert_close(
+            whole.parameters.vector.grad, shared.parameters.vector.grad, rtol=1e-3, atol=1e-5 * first["loss/grad_norm"]
+        )
+        vectors.append(shared.parameters.vector.clone())
+    assert torch.equal(vectors[0], vectors[1])
+    assert torch.equal(vectors[0], vectors[2])
+
+
+def test_a_failure_in_a_gradient_thread_is_raised(monkeypatch):
+    algorithm, data = learner()
+    algorithm.parameters = FlatParameters(algorithm.model, shards=2)
+    monkeypatch.setattr(algorithm, "_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        algorithm.update(data, 0.0, rng())
 
 
 def test_state_continues_bit_for_bit():

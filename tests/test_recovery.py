@@ -33,7 +33,7 @@ def running(run_dir, **changes):
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     create_run_dir(config)
-    determinism.enable(threads=1)
+    determinism.enable()
     with closing(Reporter(config, spec, run_dir)) as reporter, Run(config, spec, run_dir, reporter, delay_ms=2) as run:
         yield run
 

@@ -9,17 +9,29 @@ import torch
 from torch import nn
 
 
+class Shard:
+    """A gradient vector beside a model's own, and views of it in the shapes of the model's ``tensors``."""
+
+    def __init__(self, tensors: list[nn.Parameter], vector: torch.Tensor) -> None:
+        self.grad = torch.zeros_like(vector)
+        sizes = [tensor.numel() for tensor in tensors]
+        self.views = [_as_shape(piece, t.shape) for piece, t in zip(self.grad.split(sizes), tensors, strict=True)]
+
+
 class FlatParameters:
     """Binds a model's parameters, in name order, to views of one float32 vector, and their gradients to another.
 
     ``vector`` [P] and its ``.grad`` [P] are what an optimizer steps. Convolution weights are views in channels_last
     memory order, so that the vector is what the kernels read and nothing is reordered in the hot path.
 
+    ``shards`` is how many parts a minibatch's gradient is computed in, each in a thread of its own; with more than one,
+    every part has a gradient of its own until they are added up, in order.
+
     Without gradients, the trunk of a model of ours that computes in bfloat16 has copies of that type, made once per
     :meth:`assign` instead of in every forward pass.
     """
 
-    def __init__(self, model: nn.Module, *, gradients: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, gradients: bool = True, shards: int = 1) -> None:
         parameters = sorted(model.named_parameters())
         total = sum(p.numel() for _, p in parameters)
         self.vector = torch.empty(total, dtype=torch.float32, device=parameters[0][1].device)
@@ -40,6 +52,9 @@ class FlatParameters:
             parameter.requires_grad_(gradients)
             start += parameter.numel()
         self.vector.grad = grad
+        self.tensors = [parameter for _, parameter in parameters]
+        """Every parameter, in name order."""
+        self.shards = [Shard(self.tensors, self.vector) for _ in range(shards)] if gradients and shards > 1 else []
 
     def __len__(self) -> int:
         return self.vector.numel()
