@@ -132,6 +132,8 @@ class Trace:
             # Without overlap, and without a gap: a process is always in some phase
             for one, other in pairwise(slices):
                 assert end(one) == pytest.approx(other["ts"], abs=SLACK_US), (one, other)
+                # Also in the whole nanoseconds to which Perfetto cuts them
+                assert int(one["ts"] * 1000) + int(one["dur"] * 1000) <= int(other["ts"] * 1000)
         for one, other in pairwise(self.intervals.values()):
             assert end(one) == pytest.approx(other["ts"], abs=SLACK_US)
 
