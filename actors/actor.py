@@ -15,12 +15,15 @@ from htsrl.actors.ports import ActorPorts
 from htsrl.actors.reports import reported, send_ready
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
+from htsrl.storage import trace
 
 
 def run_actor(ports: ActorPorts) -> None:
     """Body of an actor process."""
     with reported("actor", ports.index, ports.lines):
         # Build the policy, and find the batch sizes that don't change a row's bits
+        mark = trace.open_lane(ports.arena, f"actor {ports.index}")
+        mark("start")
         determinism.enable()
         device = torch.device(ports.device)
         model = build_model(ports.spec, ports.network, ports.seed).to(device)
@@ -40,31 +43,38 @@ def run_actor(ports: ActorPorts) -> None:
 
         while True:
             # Take the observations that wait (all of them, if the schedule is lock-step)
+            mark("wait")
             groups = waiting_groups(ports, control, own_groups)
             if groups is None:
                 return
             pause()
             if version != control.version[0]:
+                mark("load", int(control.version[0]))
                 parameters.assign(torch.from_numpy(control.parameters))
                 version = int(control.version[0])
             interval = int(control.interval[0])
             storage = storages[interval % 2]
 
             # Find their rows
+            mark("find", len(groups))
             found = [columns_of[g] + (int(control.answered[g]) - interval * T) * layout.num_envs for g in groups]
             index = np.concatenate(found) if len(found) > 1 else found[0]
 
             # Infer and sample, as many rows at once as a batch holds; scatter the answers
             for start in range(0, len(index), batch.largest):
                 rows = index[start : start + batch.largest]
+                mark("gather", len(rows))
                 np.take(storage.obs, rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
                 np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
+                mark("infer", len(rows))
                 answer = batch.answer(len(rows))
+                mark("scatter", len(rows))
                 storage.action[rows] = answer.action
                 storage.log_prob[rows] = answer.log_prob
                 storage.value[rows] = answer.value
 
             # Tell their executors
+            mark("post", len(groups))
             for g in groups:
                 control.answered[g] += 1
             for e in {executor_of[g] for g in groups}:

@@ -18,6 +18,7 @@ from htsrl.actors.ports import ExecutorPorts, Lines
 from htsrl.actors.reports import EnvironmentFault, reported, send_progress, send_ready, send_unreproducible
 from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.rng import episode_seed
+from htsrl.storage import trace
 from htsrl.storage.episodes import EpisodeLog
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -29,6 +30,8 @@ def run_executor(ports: ExecutorPorts) -> None:
     """Body of an executor process."""
     with reported("executor", ports.index, ports.lines):
         # Construct the environments, each at the point where the run stands
+        mark = trace.open_lane(ports.arena, f"executor {ports.index}")
+        mark("start")
         columns = ports.layout.executor_columns[ports.index]
         own_groups = ports.layout.executor_groups[ports.index]
         replicas = [Replica(n, ports) for n in columns]
@@ -45,6 +48,7 @@ def run_executor(ports: ExecutorPorts) -> None:
 
         while True:
             # Wait at the barrier until the next interval begins
+            mark("barrier")
             while int(control.interval[0]) < int(control.finished[ports.index]):
                 if STOP in ports.inbox.take():
                     return
@@ -52,6 +56,7 @@ def run_executor(ports: ExecutorPorts) -> None:
             storage = storages[interval % 2]
 
             # Begin at row 0, or where a predecessor ended; request the first actions
+            mark("open")
             done = {g: int(control.stepped[g]) - interval * T for g in own_groups}
             rows = {g: steps for g, steps in done.items() if steps < T}
             for g, row in rows.items():
@@ -62,6 +67,7 @@ def run_executor(ports: ExecutorPorts) -> None:
 
             # Step replicas in the order in which their answers arrive
             while rows:
+                mark("wait")
                 arrived = arrived or ports.inbox.take().tolist()
                 for g in arrived:
                     if g == STOP:
@@ -70,6 +76,7 @@ def run_executor(ports: ExecutorPorts) -> None:
                     if t is None or control.answered[g] <= interval * T + t:
                         continue  # no group, or a message that was sent twice
                     pause()
+                    mark("step", g, t)
                     step_group(storage, t, groups[g], to_env)
                     control.stepped[g] = interval * T + t + 1
                     if t + 1 < T:
@@ -81,6 +88,7 @@ def run_executor(ports: ExecutorPorts) -> None:
                 arrived = []
 
             # Finish: report at the barrier
+            mark("check")
             check_observations(storage.obs, replicas)
             for replica in replicas:
                 replica.obs = storage.obs[T, replica.column].copy()
@@ -132,6 +140,7 @@ class Replica:
 
         An environment that does not repeat itself is reported; its episode ends where it stood, without an outcome.
         """
+        trace.mark("replay", self.column)
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
@@ -152,6 +161,13 @@ class Replica:
             send_unreproducible(lines, self.column)
             self.obs = log.last_obs
             self.reset_pending = True
+
+    def go_on(self) -> np.ndarray:
+        """Begin the next episode within a step."""
+        trace.mark("reset", self.column)
+        obs = self.reset()
+        trace.mark("step")
+        return obs
 
     def reset(self) -> np.ndarray:
         """Begin the next episode from its own seed."""
@@ -196,7 +212,7 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
         n = replica.column
         if replica.reset_pending:
             # The row after a truncation is not a transition: its action is ignored
-            next_obs[n] = replica.reset()
+            next_obs[n] = replica.go_on()
             storage.valid[t, n] = False
             rewards[n] = 0.0
             continue
@@ -220,7 +236,7 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
             storage.episode_score[t, n] = info["score"] if spec.has_score and "score" in info else np.nan
             if terminated:
                 storage.terminated[t, n] = True
-                obs = replica.reset()
+                obs = replica.go_on()
             else:
                 storage.truncated[t, n] = True
                 replica.reset_pending = True

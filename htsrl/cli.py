@@ -39,7 +39,7 @@ Commands:
   resume   continue a run that was stopped, bit for bit
   eval     play episodes with a trained policy
   verify   check that no bit of a run depends on processes, delays and the like
-  plot     draw the learning curves of one run or several
+  plot     draw the learning curves of one run or several, or a timeline
   doctor   what is installed, what is missing, and the command that gets it
 
 Environments:
@@ -74,6 +74,7 @@ Options are those of `htsrl train` that don't change results:
   --checkpoint-every STEPS, --keep-checkpoints N
   --eval-every STEPS, --eval-episodes N, --[no-]eval-stochastic
   --[no-]tensorboard, --[no-]record-digests, --progress auto|live|plain|none
+  --trace FILE, --trace-after INTERVALS, --trace-intervals N
 With --fork, a new run begins from the newest weights, and every option may change:
   htsrl resume RUN_DIR --fork --total-steps 2e6 --learning-rate 1e-4"""
 
@@ -293,19 +294,36 @@ def _evaluation_lines(run_dir: Path, outcome: dict[str, Any]) -> list[str]:
 def _plot(arguments: list[str]) -> int:
     parser = _Parser(
         "plot",
-        "Draw learning curves against steps and time, one line per run; dots are evaluations.",
-        "htsrl plot runs/* -o curves.png",
+        "Draw learning curves against steps and time, one line per run; dots are evaluations.\n"
+        "Or, with --timeline, what every process did during one interval of a traced run.",
+        "htsrl plot runs/* -o curves.png\n"
+        "  htsrl train --env CartPole-v1 --trace trace.json && htsrl plot --timeline trace.json",
     )
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
+    parser.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN_DIR", help="folders of runs")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="what `htsrl train --trace FILE` has written")
+    parser.add_argument("--interval", type=_number, metavar="J", help="of the timeline (default: one of median length)")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("curves.png"), metavar="FILE", help="picture (default: curves.png)"
+        "-o", "--output", type=Path, metavar="FILE", help="picture (default: curves.png or timeline.png)"
     )
     given = parser.parse_args(arguments)
+    if given.run_dirs and given.timeline:
+        raise ConfigError("--timeline draws one file alone: leave out the folders of runs")
+    if given.interval is not None and not given.timeline:
+        raise ConfigError("--interval is for --timeline FILE")
+    if given.timeline:
+        from htsrl.timeline import plot_timeline
+
+        output = given.output or Path("timeline.png")
+        print("\n".join(plot_timeline(given.timeline, output, given.interval)))
+        return 0
+    if not given.run_dirs:
+        parser.error("the following arguments are required: RUN_DIR")
+    output = given.output or Path("curves.png")
 
     from htsrl.plot import plot_runs
 
-    plot_runs(given.run_dirs, given.output)
-    print(f"{given.output}: {len(given.run_dirs)} run{'s' if len(given.run_dirs) > 1 else ''}")
+    plot_runs(given.run_dirs, output)
+    print(f"{output}: {len(given.run_dirs)} run{'s' if len(given.run_dirs) > 1 else ''}")
     return 0
 
 
@@ -362,9 +380,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return _number(text, least=1)
+
+
+def _number(text: str, least: int = 0) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}")
     return number
 
 

@@ -294,10 +294,23 @@ class OutputOptions(Section):
     """Evaluations sample actions instead of taking the most likely one."""
     tensorboard: bool = True
     """Write TensorBoard events into the run's folder."""
+    trace: Path | None = None
+    """Write a timeline of every process, for `htsrl plot --timeline FILE` and ui.perfetto.dev; off by default."""
+    trace_after: NonNegativeInt = 2
+    """Intervals left out before the timeline, counted from where this command starts; 0 shows the start-up, too."""
+    trace_intervals: PositiveInt = 20
+    """Intervals that the timeline shows: about 100 bytes for each phase of each process, and never more than 1 GiB."""
     record_digests: bool = False
     """Write digests of every interval, digests.jsonl: `htsrl verify --against` can then replay the run."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """'live' is a table that updates in place, 'plain' a line now and then, 'auto' picks by the terminal."""
+
+    @model_validator(mode="after")
+    def _trace_settings_need_a_trace(self) -> OutputOptions:
+        for name in ("trace_after", "trace_intervals"):
+            if self.trace is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise refused(f"`{name}` needs `trace`, the file that the timeline goes to")
+        return self
 
 
 E = TypeVar("E", bound=Section, covariant=True)

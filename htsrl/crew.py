@@ -39,6 +39,7 @@ from htsrl.errors import EnvironmentFailed, RunFailed
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.trace import lane_mark
 
 # Start-up imports torch, builds environments and replays episodes; after this long without a sign something is wrong.
 START_TIMEOUT_S = 180.0
@@ -349,6 +350,7 @@ class Crew:
         self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; replaced, and going on")
         child.kill()
         child.close()
+        lane_mark(self._arena, str(child))("gone")
         self.children.remove(child)
         self.recovered += 1
         if child.role == "executor":

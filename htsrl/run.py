@@ -37,8 +37,10 @@ from htsrl.resolve import layout_for
 from htsrl.rundir import CHECKPOINTS, INITIAL
 from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
-from htsrl.storage.fields import control_fields, rollout_fields
+from htsrl.storage.fields import control_fields, rollout_fields, trace_fields
 from htsrl.storage.memory import Arena, total_bytes
+from htsrl.storage.trace import mark, open_lane
+from htsrl.tracefile import LEARNER, TraceFile, lanes
 
 RECENT_EPISODES = 100
 # Without --checkpoint-every, this often by the clock: results don't depend on when checkpoints are written.
@@ -115,7 +117,8 @@ class Run:
         fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
         size = len(self.learner.parameters)
         control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
-        self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
+        traced = {"trace": trace_fields(lanes(self.layout, self.T))} if config.output.trace else {}
+        self.arena = Arena.create({"control": control, "even": fields, "odd": fields, **traced})
         self.storages = [self.arena.views("even"), self.arena.views("odd")]
         self.control = self.arena.views("control")
         if checkpoint is None and (run_dir / INITIAL).exists():
@@ -135,6 +138,11 @@ class Run:
         processes.launch(envs.module_of(config.env))
         with ExitStack() as opened:
             opened.callback(self.arena.close)
+            self.trace: TraceFile | None = None
+            if traced:
+                self.trace = TraceFile(config, self.layout, self.arena, self.progress.interval, reporter.note)
+                opened.callback(self.trace.close)
+            open_lane(self.arena, LEARNER)
             self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
             if self.evaluator is not None:
                 opened.callback(self.evaluator.stop)
@@ -174,6 +182,7 @@ class Run:
             self.write_noise(j + 1)
 
             # Meet at the barrier
+            mark("barrier")
             waiting = time.perf_counter()
             self.crew.await_barrier()
             full = self.count(j, waiting)
@@ -192,12 +201,15 @@ class Run:
             self.begin(j, self.learner.newest, self.learner.version)
 
         # Drain: the last storage is learned from, too
+        if self.trace is not None:
+            self.trace.begun(j + 1, time.perf_counter_ns())
         if full is not None:
             self.consume(j, full)
         self.finish(stop)
 
     def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
         """Publish the behaviour parameters of interval j and let the executors begin."""
+        mark("publish", j)
         with self.crew.changes:
             self.control.parameters[:] = behaviour.cpu().numpy()
             self.control.version[0] = version
@@ -205,9 +217,12 @@ class Run:
             self.control.interval[0] = j
             self.begun = time.perf_counter()
             self.crew.begin_interval()
+        if self.trace is not None:
+            self.trace.begun(j, round(self.begun * 1e9))
 
     def write_noise(self, j: int) -> None:
         """Draw the action noise of interval j, each replica's from its own generator. Only actors read it."""
+        mark("noise", j)
         draw = rng.gumbel if self.learner.model.head.noise_kind == "gumbel" else rng.normal
         noise = self.storages[j % 2].noise
         for n in range(self.N):
@@ -221,6 +236,7 @@ class Run:
             j: the interval.
             waiting: when the learner began to wait at the barrier, by ``time.perf_counter``.
         """
+        mark("count")
         now = time.perf_counter()
         storage, progress = self.storages[j % 2], self.progress
         with self.crew.changes:
@@ -262,7 +278,9 @@ class Run:
         started = time.perf_counter()
         metrics = self.learner.learn(storage, record["progress"])
         record["time/learn"] = time.perf_counter() - started
+        mark("digest")
         self.progress.trajectory = trajectory_digest(self.progress.trajectory, storage)
+        mark("report")
         self.reporter.interval(record | self.crew.memory() | metrics)
         if self.config.output.record_digests:
             parameters = self.learner.named(self.learner.newest)
@@ -282,6 +300,7 @@ class Run:
         if self.evaluator is None:
             return
         if self.evaluation_due:
+            mark("evaluation")
             self.evaluator.request(self.progress.steps, self.learner.named(self.learner.newest))
         self.hear_evaluator()
 
@@ -298,6 +317,7 @@ class Run:
 
         ``result`` is what a finished run came to.
         """
+        mark("checkpoint")
         self.saved_at = time.monotonic()
         progress, learner, logs = self.progress, self.learner, self.episode_logs.logs
         tensors = {
@@ -332,6 +352,7 @@ class Run:
 
     def finish(self, stop: threading.Event) -> None:
         """Wait for the last evaluations, unless interrupted; write the last checkpoint and the result."""
+        mark("evaluation")
         progress = self.progress
         while self.evaluator is not None and self.evaluator.busy and not stop.is_set():
             self.hear_evaluator(wait_s=1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from htsrl import determinism, envs
 from htsrl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint, write_checkpoint
-from htsrl.config import AnyConfig
+from htsrl.config import AnyConfig, OutputOptions
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.logfiles import rewind
@@ -23,16 +23,19 @@ from htsrl.run import Result, Run
 from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, RESULT, alone_in, create_run_dir, require_run, update_result
 from htsrl.settings import Layer, flat, overlay
 from htsrl.tomlfile import load_config, save_config
+from htsrl.tracefile import refuse_unwritable
 
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
     {
         "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout",
         "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
-        "tensorboard", "record_digests", "progress",
+        "tensorboard", "record_digests", "progress", "trace", "trace_after", "trace_intervals",
     }
 )  # fmt: skip
 NO_CHANGES = Layer({}, str)
+# A timeline is of one command: a resumed run makes another only if it is told to.
+NO_TRACE = {name: OutputOptions.model_fields[name].default for name in ("trace", "trace_after", "trace_intervals")}
 
 
 def train(config: AnyConfig) -> Result:
@@ -45,6 +48,7 @@ def train(config: AnyConfig) -> Result:
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     build_model(spec, config.network, config.seed)  # a network that doesn't fit is refused before anything is written
+    refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
     save_config(config, run_dir / CONFIG)
     return _execute(config, spec, run_dir, None)
@@ -63,8 +67,9 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     """
     require_run(run_dir)
     before = load_config(run_dir / CONFIG)
-    config = overlay(before, changes)
+    config = overlay(before, Layer({**NO_TRACE, **changes.values}, changes.spell))
     refuse_changed_results(before, config, changes)
+    refuse_unwritable(config.output.trace, run_dir)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     checkpoint, damaged = last_good_checkpoint(run_dir)
@@ -101,7 +106,9 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
         ConfigError: as :func:`resume`, or the weights don't fit the new run's network.
     """
     require_run(source)
-    config = overlay(load_config(source / CONFIG), Layer({"run_dir": None, **changes.values}, changes.spell))
+    config = overlay(
+        load_config(source / CONFIG), Layer({"run_dir": None, **NO_TRACE, **changes.values}, changes.spell)
+    )
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
@@ -109,6 +116,7 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
         FlatParameters(build_model(spec, config.network, config.seed)).load(weights)
     except ValueError as error:
         raise ConfigError(f"the weights of {source} don't fit the new run's network: {error}") from None
+    refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
     named = {f"parameters/{name}": array for name, array in weights.items()}
     write_checkpoint(run_dir / INITIAL, Checkpoint(named, {"forked_from": str(source)}))

@@ -13,6 +13,7 @@ from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state,
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
+from htsrl.storage.trace import mark
 
 # What a gradient step records of its loss.
 TERMS = ("total", "policy", "value", "entropy")
@@ -53,14 +54,17 @@ class A2C:
             (everything,) = rows.minibatches()
 
             # The gradient, clipped over all parameters together.
+            mark("gradient", 0, 0)
             terms = accumulate_gradient(self.model, self.parameters, batch, everything, self._loss)
             norms = clip_gradient(self.parameters, options.max_grad_norm)
             records.append(torch.cat((terms, norms)))
             require_finite(records[-1], progress, 0, 0)
 
             # Its application.
+            mark("optimizer", 0, 0)
             self.optimizer.step()
 
+        mark("summary")
         table = torch.stack(records) if records else torch.zeros(0, len(TERMS) + 2)
         return {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
 

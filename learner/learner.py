@@ -17,6 +17,7 @@ from htsrl.learner.rollout import Rollout
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rng import Stream, generator
+from htsrl.storage.trace import mark
 
 
 class Learner:
@@ -102,6 +103,7 @@ class Learner:
 
     def _rollout(self, storage: Any) -> Rollout:
         """The storage as tensors on this device; the last value row is made here, with the behaviour parameters."""
+        mark("returns")
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -13,6 +13,7 @@ from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state,
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
+from htsrl.storage.trace import mark
 
 # What each gradient step records of its loss.
 TERMS = ("total", "policy", "value", "entropy", "kl", "clip_fraction")
@@ -46,12 +47,14 @@ class PPO:
 
         for epoch in range(options.epochs if per_epoch else 0):
             # Shuffle, and deal the rows out to minibatches of one fixed size.
+            mark("shuffle", epoch)
             rows = batch.rows(*deal(rng.permutation(batch.valid), per_epoch, size))
             if options.normalize_advantage:
                 rows.advantage.copy_(losses.whiten(rows.advantage, rows.weight))
 
             for number, minibatch in enumerate(rows.minibatches()):
                 # The gradient, clipped in every minibatch over all parameters together.
+                mark("gradient", epoch, number)
                 terms = accumulate_gradient(self.model, self.parameters, batch, minibatch, self._loss)
                 norms = clip_gradient(self.parameters, options.max_grad_norm)
                 records.append(torch.cat((terms, norms)))
@@ -59,12 +62,14 @@ class PPO:
                     require_finite(records[-1], progress, epoch, number)
 
                 # Its application.
+                mark("optimizer", epoch, number)
                 self.optimizer.step()
 
             # Stop where the policy has moved too far from the one that acted.
             if options.target_kl is not None and _mean_kl(records[-per_epoch:]) > 1.5 * options.target_kl:
                 break
 
+        mark("summary")
         table = torch.stack(records).cpu() if records else torch.zeros(0, len(TERMS) + 2)
         for step, record in enumerate(table):
             require_finite(record, progress, *divmod(step, per_epoch))

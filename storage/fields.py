@@ -13,13 +13,16 @@ episode's first observation. There is no cursor: t and the column are the only i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from htsrl.envs.spec import EnvSpec
 
 Role = Literal["run", "executor", "actor", "learner"]
+
+MARK = np.dtype([("time", np.int64), ("phase", np.int32), ("a", np.int32), ("b", np.int32)], align=True)
+"""One mark of a timeline: when, by CLOCK_MONOTONIC in nanoseconds, and what, see :mod:`htsrl.storage.trace`."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,26 @@ def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
         # Intervals each executor has completed.
         field("finished", (executors,), np.int64, "executor", "run"),
     ]
+
+
+def trace_fields(lanes: dict[str, int]) -> list[Field]:
+    """The fields of a traced run: a ring for each of ``lanes``, "executor 0" and so on, by how many marks it holds."""
+    fields = [
+        # 0 from where nobody reads marks any more.
+        Field("on", (1,), np.dtype(np.int64), "run", ("executor", "actor", "learner")),
+    ]
+    for lane, capacity in lanes.items():
+        writer = cast(Role, lane.split()[0])
+        ring, made, pid = trace_field_names(lane)
+        fields.append(Field(ring, (capacity,), MARK, writer, ("run",)))
+        # Marks made so far, by all processes that had this lane one after the other.
+        fields.append(Field(made, (1,), np.dtype(np.int64), writer, ("run",)))
+        # The process that has it.
+        fields.append(Field(pid, (1,), np.dtype(np.int64), writer, ("run",)))
+    return fields
+
+
+def trace_field_names(lane: str) -> tuple[str, str, str]:
+    """Of a lane's ring, its counter and its process."""
+    name = lane.replace(" ", "_")
+    return f"{name}_marks", f"{name}_made", f"{name}_pid"
