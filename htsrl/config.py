@@ -188,7 +188,28 @@ class A2COptions(AlgorithmOptions):
     """ε of the optimizer."""
 
 
-ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions}
+class IMPALAOptions(AlgorithmOptions):
+    """IMPALA (Espeholt et al. 2018): V-trace actor-critic, which corrects for the policy lag; one pass per interval."""
+
+    learning_rate: PositiveFloat = 6e-4
+    """Step size at the start."""
+    gae_lambda: Fraction = 1.0
+    """λ of V-trace: with ratios of 1, that of generalised advantage estimation."""
+    rho_clip: PositiveFloat = 1.0
+    """ρ̄: largest probability ratio in targets and policy gradient; decides whose value function is learned."""
+    c_clip: PositiveFloat = 1.0
+    """c̄: largest probability ratio in the traces: how far an error reaches back; at most `rho_clip` in the paper."""
+    minibatches: PositiveInt = 1
+    """Gradient steps per interval, each on replicas of its own."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """'rmsprop' is the paper's."""
+    rmsprop_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.99
+    """RMSprop's smoothing of squared gradients."""
+    optimizer_eps: PositiveFloat = 1e-5
+    """ε of the optimizer."""
+
+
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions, "impala": IMPALAOptions}
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
@@ -306,7 +327,7 @@ class Config(Section, Generic[E, H]):
     """One training run. ``Config[AtariOptions, PPOOptions]`` is PPO on Atari, and so on."""
 
     algo: str = "ppo"
-    """Algorithm: ppo or a2c."""
+    """Algorithm: ppo, a2c or impala."""
     env: str = "gfootball"
     """Environment: gfootball, gfootball:SCENARIO, atari:Pong, ALE/Pong-v5, any Gymnasium id, module:Id-v0."""
     total_steps: PositiveInt = 1_000_000
@@ -342,6 +363,13 @@ class Config(Section, Generic[E, H]):
                 raise refused(
                     f"`minibatches` must divide `num_envs` x `sync_interval` = {envs} x {interval} = {rows}, "
                     f"got {parts}; nearest that fit: {_nearest_divisors(rows, parts)}"
+                )
+        if isinstance(self.algorithm, IMPALAOptions):
+            envs, parts = self.runtime.num_envs, self.algorithm.minibatches
+            if envs % parts:
+                raise refused(
+                    f"`minibatches` must divide `num_envs` = {envs}, the sequences of an interval, got {parts}; "
+                    f"nearest that fit: {_nearest_divisors(envs, parts)}"
                 )
         return self
 
