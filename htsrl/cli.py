@@ -67,7 +67,8 @@ RESUME_HELP = """\
 usage: htsrl resume RUN_DIR [options]
 
 Continue a run that was interrupted, that failed, or whose machine went down, from its
-newest checkpoint, to the same end: the same bits as if it had never stopped.
+newest checkpoint, to the same end: the same bits as if it had never stopped. A run with
+--schedule async goes on from there with new trajectories.
 
 Options are those of `htsrl train` that don't change results:
   --num-executors N|auto, --num-actors N, --envs-per-group N|auto

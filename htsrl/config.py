@@ -239,14 +239,16 @@ class NetworkOptions(Section):
 
 
 class RuntimeOptions(Section):
-    """Processes, schedule and devices. Any layout of executors, actors and groups gives the same bits."""
+    """Processes, schedule and devices. Any layout of processes gives the same bits (but for schedule async)."""
 
     num_envs: PositiveInt = 16
     """N: environment replicas."""
     sync_interval: PositiveInt = 128
     """T: steps of each replica between two barriers (the paper's alpha)."""
-    schedule: Literal["hts", "sync"] = "hts"
-    """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline."""
+    schedule: Literal["hts", "sync", "async"] = "hts"
+    """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline, 'async' IMPALA's."""
+    async_slots: PositiveInt = 2
+    """Of schedule async: unrolls per replica that are collected or wait for the learner; bounds the policy lag."""
     num_executors: PositiveInt | Literal["auto"] = "auto"
     """Processes that step environments; 'auto' fits the machine's cores and the environment."""
     num_actors: PositiveInt = 1
@@ -262,13 +264,6 @@ class RuntimeOptions(Section):
     step_timeout: PositiveFloat | None = 300.0
     """Seconds after which a step, reset or inference that makes no progress counts as a failed process."""
 
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _no_async_yet(cls, value: Any) -> Any:
-        if value == "async":
-            raise refused("`schedule` async is not available yet; use hts or sync")
-        return value
-
     @field_validator("device")
     @classmethod
     def _known_device(cls, value: str) -> str:
@@ -283,6 +278,8 @@ class RuntimeOptions(Section):
             raise refused(f"`num_executors` must be at most `num_envs` ({self.num_envs}), got {self.num_executors}")
         if self.num_actors > self.num_envs:
             raise refused(f"`num_actors` must be at most `num_envs` ({self.num_envs}), got {self.num_actors}")
+        if self.schedule != "async" and self.async_slots != 2:
+            raise refused(f"`async_slots` is for `schedule` async, and this run's is {self.schedule}")
         if self.schedule == "sync" and self.num_actors != 1:
             raise refused(f"`schedule` sync needs `num_actors` 1, got {self.num_actors}")
         if self.envs_per_group != "auto":
@@ -352,6 +349,12 @@ class Config(Section, Generic[E, H]):
         wanted = ALGORITHMS[self.algo]
         if type(self.algorithm) is not wanted:
             raise refused(f"`algo` {self.algo} takes {wanted.__name__}, got {type(self.algorithm).__name__}")
+        return self
+
+    @model_validator(mode="after")
+    def _digests_mean_something(self) -> Config[E, H]:
+        if self.runtime.schedule == "async" and self.output.record_digests:
+            raise refused("`record_digests` is for `schedule` hts and sync: an async run never repeats itself")
         return self
 
     @model_validator(mode="after")

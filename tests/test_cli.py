@@ -109,7 +109,7 @@ def test_flags_override_the_file_and_the_file_the_preset(trained: list[AnyConfig
             "--env CartPole-v1 --sticky-actions 0.25",
             "--sticky-actions is a setting of Atari environments, and CartPole-v1 is a Gymnasium one",
         ),
-        ("--schedule async", "--schedule async is not available yet; use hts or sync"),
+        ("--async-slots 3", "--async-slots is for --schedule async, and this run's is hts"),
         ("--schedule sync --num-actors 2", "--schedule sync needs --num-actors 1, got 2"),
         (
             "--num-envs 5 --minibatches 3",

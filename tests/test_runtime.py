@@ -220,9 +220,11 @@ def wait_until_gone(processes, seconds):
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_ends_the_run_with_a_checkpoint(tmp_path, number):
-    process = run_in_background(tmp_path)
+@pytest.mark.parametrize(
+    ("number", "schedule"), [(signal.SIGINT, "hts"), (signal.SIGTERM, "hts"), (signal.SIGINT, "async")]
+)
+def test_one_interrupt_ends_the_run_with_a_checkpoint(tmp_path, number, schedule):
+    process = run_in_background(tmp_path, "--schedule", schedule)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)  # like a terminal: the whole group hears of it
     out, err = process.communicate(timeout=15)
