@@ -24,22 +24,16 @@ def run_actor(ports: ActorPorts) -> None:
         # Build the policy, and find the batch sizes that don't change a row's bits
         mark = trace.open_lane(ports.arena, f"actor {ports.index}")
         mark("start")
-        determinism.enable()
-        device = torch.device(ports.device)
-        model = build_model(ports.spec, ports.network, ports.seed).to(device)
-        parameters = FlatParameters(model, gradients=False)
+        parameters, batch = build_policy(ports)
         layout, T = ports.layout, ports.sync_interval
         own_groups = np.flatnonzero(layout.actor_of == ports.index)
-        rows_wanted = rows_at_once(ports.spec, layout.num_envs, device)
-        buckets = invariant_buckets(model, ports.spec, rows_wanted, device)
-        batch = InferenceBatch(model, ports.spec, buckets, device)
         control = ports.arena.views("control")
         storages = [FlatRows(ports.arena.views(name)) for name in ("even", "odd")]
         columns_of = [np.array(group) for group in layout.groups]
         executor_of = layout.executor_of.tolist()
         version = -1
         pause = random_pauses(ports.delay_ms)
-        send_ready(ports.lines, buckets=buckets)
+        send_ready(ports.lines, buckets=batch.buckets)
 
         while True:
             # Take the observations that wait (all of them, if the schedule is lock-step)
@@ -60,25 +54,44 @@ def run_actor(ports: ActorPorts) -> None:
             found = [columns_of[g] + (int(control.answered[g]) - interval * T) * layout.num_envs for g in groups]
             index = np.concatenate(found) if len(found) > 1 else found[0]
 
-            # Infer and sample, as many rows at once as a batch holds; scatter the answers
-            for start in range(0, len(index), batch.largest):
-                rows = index[start : start + batch.largest]
-                mark("gather", len(rows))
-                np.take(storage.obs, rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
-                np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
-                mark("infer", len(rows))
-                answer = batch.answer(len(rows))
-                mark("scatter", len(rows))
-                storage.action[rows] = answer.action
-                storage.log_prob[rows] = answer.log_prob
-                storage.value[rows] = answer.value
-
-            # Tell their executors
+            # Infer and sample, and tell their executors
+            answer_rows(batch, storage, index, index)
             mark("post", len(groups))
             for g in groups:
                 control.answered[g] += 1
-            for e in {executor_of[g] for g in groups}:
-                ports.executors[e].post(*(g for g in groups if executor_of[g] == e))
+            tell_executors(groups, executor_of, ports)
+
+
+def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:
+    """The network's parameters, whatever they are as yet, and the batch in which it answers."""
+    determinism.enable()
+    device = torch.device(ports.device)
+    model = build_model(ports.spec, ports.network, ports.seed).to(device)
+    parameters = FlatParameters(model, gradients=False)
+    rows_wanted = rows_at_once(ports.spec, ports.layout.num_envs, device)
+    buckets = invariant_buckets(model, ports.spec, rows_wanted, device)
+    return parameters, InferenceBatch(model, ports.spec, buckets, device)
+
+
+def answer_rows(batch: InferenceBatch, storage: FlatRows, obs_index: np.ndarray, index: np.ndarray) -> None:
+    """Answer the rows ``obs_index`` [K] of the observations, which are rows ``index`` [K] of all else; scatter."""
+    for start in range(0, len(index), batch.largest):  # as many at once as a batch holds
+        obs_rows, rows = obs_index[start : start + batch.largest], index[start : start + batch.largest]
+        trace.mark("gather", len(rows))
+        np.take(storage.obs, obs_rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
+        np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
+        trace.mark("infer", len(rows))
+        answer = batch.answer(len(rows))
+        trace.mark("scatter", len(rows))
+        storage.action[rows] = answer.action
+        storage.log_prob[rows] = answer.log_prob
+        storage.value[rows] = answer.value
+
+
+def tell_executors(groups: list[int], executor_of: list[int], ports: ActorPorts) -> None:
+    """Post the numbers of ``groups`` to their executors."""
+    for e in {executor_of[g] for g in groups}:
+        ports.executors[e].post(*(g for g in groups if executor_of[g] == e))
 
 
 def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> list[int] | None:
@@ -102,12 +115,12 @@ def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> l
 
 
 class FlatRows:
-    """A storage's fields with time and columns as one axis: row t * N + n."""
+    """A storage's fields with its first ``axes``, time and columns, as one axis: row t * N + n."""
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, axes: int = 2) -> None:
         for name in ("obs", "noise", "action", "log_prob", "value"):
             array = getattr(storage, name)
-            setattr(self, name, array.reshape(-1, *array.shape[2:]))
+            setattr(self, name, array.reshape(-1, *array.shape[axes:]))
 
     obs: np.ndarray
     noise: np.ndarray

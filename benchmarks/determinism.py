@@ -47,7 +47,7 @@ OF_ENV: dict[str, dict[str, Any]] = {
     # So large that what was learned shows in the actions of the few intervals
     "gfootball": {"learning_rate": 3e-3},
 }
-OF_ALGORITHM: dict[str, dict[str, Any]] = {"ppo": {"epochs": 2, "minibatches": 4}}
+OF_ALGORITHM: dict[str, dict[str, Any]] = {"ppo": {"epochs": 2, "minibatches": 4}, "impala": {"minibatches": 2}}
 
 
 @dataclass(frozen=True)

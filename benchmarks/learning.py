@@ -29,7 +29,7 @@ from htsrl.config import FAMILIES
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.logfiles import read_json_lines
 
-SCHEDULES = ("hts", "sync")
+SCHEDULES = ("hts", "sync", "async")
 CURVE_COLUMNS = ("steps", "return", "score", "seconds")
 MOST_POINTS = 200
 RECENT = 100
@@ -58,6 +58,7 @@ class Task:
 TASKS = {
     "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "cartpole-impala": Task("CartPole-v1", "impala", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "football-empty-goal": Task(
         "gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True
     ),
@@ -71,7 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", default=list(TASKS), metavar="NAME", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seeds", default="0,1,2", metavar="S,S", help="seeds (default: 0,1,2)")
-    parser.add_argument("--schedules", default="hts,sync", metavar="S,S", help="schedules (default: hts,sync)")
+    parser.add_argument(
+        "--schedules", default="hts,sync", metavar="S,S", help="of hts, sync, async (default: hts,sync)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR", help="for results")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "learning", metavar="DIR", help="for run folders")
     parser.add_argument("--steps", type=int, metavar="N", help="another budget than the task's, for a try")
@@ -314,7 +317,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         return
     measure = record["measure"]
     value_column = CURVE_COLUMNS.index(measure)
-    colours = dict(zip(SCHEDULES, ("tab:blue", "tab:orange")))
+    colours = dict(zip(SCHEDULES, ("tab:blue", "tab:orange", "tab:green")))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     # Seconds compare nothing where other programs used the machine meanwhile

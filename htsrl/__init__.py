@@ -30,6 +30,7 @@ _HOME = {
     "FootballOptions": "htsrl.config",
     "GymnasiumOptions": "htsrl.config",
     "HtsrlError": "htsrl.errors",
+    "IMPALAOptions": "htsrl.config",
     "NetworkOptions": "htsrl.config",
     "OutputOptions": "htsrl.config",
     "PPOOptions": "htsrl.config",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from htsrl.config import Config as Config
     from htsrl.config import FootballOptions as FootballOptions
     from htsrl.config import GymnasiumOptions as GymnasiumOptions
+    from htsrl.config import IMPALAOptions as IMPALAOptions
     from htsrl.config import NetworkOptions as NetworkOptions
     from htsrl.config import OutputOptions as OutputOptions
     from htsrl.config import PPOOptions as PPOOptions

@@ -46,7 +46,7 @@ Environments:
   gfootball, gfootball:SCENARIO    Google Research Football
   atari:Pong, ALE/Pong-v5          Atari games
   CartPole-v1, HalfCheetah-v5      any Gymnasium id; module:Id-v0 for your own
-Algorithms: ppo, a2c
+Algorithms: ppo, a2c, impala
 
 `htsrl COMMAND --help` says more. `htsrl train --env ENV --algo ALGO --help`
 lists every setting, with the defaults for that environment and algorithm."""
@@ -67,7 +67,8 @@ RESUME_HELP = """\
 usage: htsrl resume RUN_DIR [options]
 
 Continue a run that was interrupted, that failed, or whose machine went down, from its
-newest checkpoint, to the same end: the same bits as if it had never stopped.
+newest checkpoint, to the same end: the same bits as if it had never stopped. A run with
+--schedule async goes on from there with new trajectories.
 
 Options are those of `htsrl train` that don't change results:
   --num-executors N|auto, --num-actors N, --envs-per-group N|auto

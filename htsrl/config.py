@@ -188,7 +188,28 @@ class A2COptions(AlgorithmOptions):
     """ε of the optimizer."""
 
 
-ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions}
+class IMPALAOptions(AlgorithmOptions):
+    """IMPALA (Espeholt et al. 2018): V-trace actor-critic, which corrects for the policy lag; one pass per interval."""
+
+    learning_rate: PositiveFloat = 6e-4
+    """Step size at the start."""
+    gae_lambda: Fraction = 1.0
+    """λ of V-trace: with ratios of 1, that of generalised advantage estimation."""
+    rho_clip: PositiveFloat = 1.0
+    """ρ̄: largest probability ratio in targets and policy gradient; decides whose value function is learned."""
+    c_clip: PositiveFloat = 1.0
+    """c̄: largest probability ratio in the traces: how far an error reaches back; at most `rho_clip` in the paper."""
+    minibatches: PositiveInt = 1
+    """Gradient steps per interval, each on replicas of its own."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """'rmsprop' is the paper's."""
+    rmsprop_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.99
+    """RMSprop's smoothing of squared gradients."""
+    optimizer_eps: PositiveFloat = 1e-5
+    """ε of the optimizer."""
+
+
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions, "impala": IMPALAOptions}
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
@@ -220,14 +241,16 @@ class NetworkOptions(Section):
 
 
 class RuntimeOptions(Section):
-    """Processes, schedule and devices. Any layout of executors, actors and groups gives the same bits."""
+    """Processes, schedule and devices. Any layout of processes gives the same bits (but for schedule async)."""
 
     num_envs: PositiveInt = 16
     """N: environment replicas."""
     sync_interval: PositiveInt = 128
     """T: steps of each replica between two barriers (the paper's alpha)."""
-    schedule: Literal["hts", "sync"] = "hts"
-    """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline."""
+    schedule: Literal["hts", "sync", "async"] = "hts"
+    """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline, 'async' IMPALA's."""
+    async_slots: PositiveInt = 2
+    """Of schedule async: unrolls per replica that are collected or wait for the learner; bounds the policy lag."""
     num_executors: PositiveInt | Literal["auto"] = "auto"
     """Processes that step environments; 'auto' fits the machine's cores and the environment."""
     num_actors: PositiveInt = 1
@@ -243,13 +266,6 @@ class RuntimeOptions(Section):
     step_timeout: PositiveFloat | None = 300.0
     """Seconds after which a step, reset or inference that makes no progress counts as a failed process."""
 
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _no_async_yet(cls, value: Any) -> Any:
-        if value == "async":
-            raise refused("`schedule` async is not available yet; use hts or sync")
-        return value
-
     @field_validator("device")
     @classmethod
     def _known_device(cls, value: str) -> str:
@@ -264,6 +280,8 @@ class RuntimeOptions(Section):
             raise refused(f"`num_executors` must be at most `num_envs` ({self.num_envs}), got {self.num_executors}")
         if self.num_actors > self.num_envs:
             raise refused(f"`num_actors` must be at most `num_envs` ({self.num_envs}), got {self.num_actors}")
+        if self.schedule != "async" and self.async_slots != 2:
+            raise refused(f"`async_slots` is for `schedule` async, and this run's is {self.schedule}")
         if self.schedule == "sync" and self.num_actors != 1:
             raise refused(f"`schedule` sync needs `num_actors` 1, got {self.num_actors}")
         if self.envs_per_group != "auto":
@@ -321,7 +339,7 @@ class Config(Section, Generic[E, H]):
     """One training run. ``Config[AtariOptions, PPOOptions]`` is PPO on Atari, and so on."""
 
     algo: str = "ppo"
-    """Algorithm: ppo or a2c."""
+    """Algorithm: ppo, a2c or impala."""
     env: str = "gfootball"
     """Environment: gfootball, gfootball:SCENARIO, atari:Pong, ALE/Pong-v5, any Gymnasium id, module:Id-v0."""
     total_steps: PositiveInt = 1_000_000
@@ -349,6 +367,14 @@ class Config(Section, Generic[E, H]):
         return self
 
     @model_validator(mode="after")
+    def _digests_mean_something(self) -> Config[E, H]:
+        if self.runtime.schedule == "async" and self.output.record_digests:
+            raise refused("`record_digests` is for `schedule` hts and sync: an async run never repeats itself")
+        if self.runtime.schedule == "async" and self.output.trace is not None:
+            raise refused("`trace` is for `schedule` hts and sync: it shows intervals, and an async run has none")
+        return self
+
+    @model_validator(mode="after")
     def _minibatches_fit(self) -> Config[E, H]:
         if isinstance(self.algorithm, PPOOptions):
             envs, interval, parts = self.runtime.num_envs, self.runtime.sync_interval, self.algorithm.minibatches
@@ -357,6 +383,13 @@ class Config(Section, Generic[E, H]):
                 raise refused(
                     f"`minibatches` must divide `num_envs` x `sync_interval` = {envs} x {interval} = {rows}, "
                     f"got {parts}; nearest that fit: {_nearest_divisors(rows, parts)}"
+                )
+        if isinstance(self.algorithm, IMPALAOptions):
+            envs, parts = self.runtime.num_envs, self.algorithm.minibatches
+            if envs % parts:
+                raise refused(
+                    f"`minibatches` must divide `num_envs` = {envs}, the sequences of an interval, got {parts}; "
+                    f"nearest that fit: {_nearest_divisors(envs, parts)}"
                 )
         return self
 

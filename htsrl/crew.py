@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import psutil
 
 from htsrl import processes
@@ -92,6 +93,9 @@ class Child:
 class Crew:
     """All child processes of one run."""
 
+    executor_body = staticmethod(run_executor)
+    actor_body = staticmethod(run_actor)
+
     def __init__(
         self,
         config: AnyConfig,
@@ -120,7 +124,6 @@ class Crew:
         self._config, self._spec, self._layout, self._arena, self._logs = config, spec, layout, arena, logs
         self._delay_ms = delay_ms
         self._control = arena.views("control")
-        self._storages = [arena.views("even"), arena.views("odd")]
         self._start_timeout = max(START_TIMEOUT_S, config.runtime.step_timeout or 0.0)
         self._measured_at = -math.inf
         self._failure: RunFailed | None = None
@@ -245,7 +248,7 @@ class Crew:
                 delay_ms=self._delay_ms,
             )
 
-        return self._start("executor", e, run_executor, ports)
+        return self._start("executor", e, self.executor_body, ports)
 
     def _start_actor(self, a: int) -> Child:
         def ports(lines: Lines) -> ActorPorts:
@@ -265,7 +268,7 @@ class Crew:
                 delay_ms=self._delay_ms,
             )
 
-        return self._start("actor", a, run_actor, ports)
+        return self._start("actor", a, self.actor_body, ports)
 
     def _start(self, role: str, index: int, body: Callable, ports: Callable[[Lines], Any]) -> Child:
         reports, report = multiprocessing.Pipe(duplex=False)
@@ -290,7 +293,7 @@ class Crew:
                     if self._stopping:
                         return
                     if self._barrier in events:
-                        self._barrier.take()
+                        self._arrived(self._barrier.take())
                     for event in events:
                         if event in lines:
                             self._hear(lines[event])
@@ -306,6 +309,9 @@ class Crew:
             finally:
                 with self.changes:
                     self.changes.notify_all()
+
+    def _arrived(self, numbers: np.ndarray) -> None:
+        """Take in what executors post: here that they are at the barrier, which their counters say, too."""
 
     def _hear(self, child: Child) -> None:
         """Take in one report of a child."""
@@ -362,7 +368,7 @@ class Crew:
     def _standing(self, e: int) -> dict[int, EpisodeLog]:
         """Where the replicas of executor ``e`` stand, which has just ended."""
         T = self._config.runtime.sync_interval
-        storage = self._storages[self._logs.interval % 2]
+        storage = self._arena.views(("even", "odd")[self._logs.interval % 2])
         standing = {}
         for g in self._layout.executor_groups[e]:
             # The logs may be those of the next interval's start already
@@ -403,8 +409,11 @@ class Crew:
             # In lock-step one missing group keeps it waiting
             idle = answered.any() if self._config.runtime.schedule == "sync" else answered.all()
             return int(control.answered[own].sum()), bool(idle)
-        own = self._layout.executor_groups[child.index]
-        finished, interval = int(control.finished[child.index]), int(control.interval[0])
+        return self._executor_progress(child.index)
+
+    def _executor_progress(self, e: int) -> tuple[int, bool]:
+        control, own = self._control, self._layout.executor_groups[e]
+        finished, interval = int(control.finished[e]), int(control.interval[0])
         start = interval * self._config.runtime.sync_interval
         end = start + self._config.runtime.sync_interval
         posted, answered, stepped = control.posted[own], control.answered[own], control.stepped[own]

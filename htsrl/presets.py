@@ -77,6 +77,35 @@ VECTOR_A2C: Preset = {
     "entropy_coef": 0.005,
     "optimizer": "adam",
 }
+FOOTBALL_IMPALA: Preset = {
+    # The football settings of SEED RL (Espeholt et al. 2019), with this project's budget.
+    "total_steps": 1_000_000,
+    "num_envs": 32,
+    "sync_interval": 32,
+    "learning_rate": 1.254e-4,
+    "lr_schedule": "constant",
+    "discount": 0.997,
+    "entropy_coef": 7.33e-4,
+    "optimizer": "adam",
+}
+ATARI_IMPALA: Preset = {
+    # Espeholt et al. 2018, appendix G: sequences of 20 steps from 32 replicas. Adam takes RMSprop's place, whose step
+    # there belongs to a loss that is summed over rows.
+    "total_steps": 10_000_000,
+    "num_envs": 32,
+    "sync_interval": 20,
+    "learning_rate": 6e-4,
+    "entropy_coef": 0.01,
+    "optimizer": "adam",
+}
+VECTOR_IMPALA: Preset = {
+    "num_envs": 16,
+    "sync_interval": 16,
+    "learning_rate": 1e-3,
+    "gae_lambda": 0.95,
+    "entropy_coef": 0.005,
+    "optimizer": "adam",
+}
 MUJOCO_PPO: Preset = {
     # Schulman et al. 2017, table 3: many passes over small minibatches, no entropy bonus.
     "total_steps": 1_000_000,
@@ -89,12 +118,16 @@ MUJOCO_PPO: Preset = {
 PRESETS: dict[tuple[str, str], Preset] = {
     ("football", "ppo"): FOOTBALL_PPO,
     ("football", "a2c"): FOOTBALL_A2C,
+    ("football", "impala"): FOOTBALL_IMPALA,
     ("atari", "ppo"): ATARI_PPO,
     ("atari", "a2c"): ATARI_A2C,
+    ("atari", "impala"): ATARI_IMPALA,
     ("gymnasium", "ppo"): VECTOR_PPO,
     ("gymnasium", "a2c"): VECTOR_A2C,
+    ("gymnasium", "impala"): VECTOR_IMPALA,
     ("synthetic", "ppo"): VECTOR_PPO,
     ("synthetic", "a2c"): VECTOR_A2C,
+    ("synthetic", "impala"): VECTOR_IMPALA,
 }
 
 # On top of the family's preset.
@@ -117,6 +150,7 @@ ENVIRONMENT_PRESETS: dict[tuple[str, str], Preset] = {
         "entropy_coef": 0.0,
         "reward_scale": 0.02,
     },
+    ("CartPole-v1", "impala"): {"total_steps": 400_000, "discount": 0.98},
     ("Acrobot-v1", "ppo"): {"total_steps": 300_000},
     ("Acrobot-v1", "a2c"): {"total_steps": 500_000},
     # Every step counts and the effects are immediate: a short horizon learns several times faster.

@@ -88,6 +88,12 @@ class Result:
 class Run:
     """Opens and closes what a run needs: shared memory, the crew, the learner, the evaluator."""
 
+    crew_class = Crew
+    control: Any
+    """The counters that all processes share."""
+    storages: list[Any]
+    """Those of even and odd intervals."""
+
     def __init__(
         self,
         config: AnyConfig,
@@ -114,13 +120,7 @@ class Run:
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
         self.layout = layout_for(config, spec)
-        fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
-        size = len(self.learner.parameters)
-        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
-        traced = {"trace": trace_fields(lanes(self.layout, self.T))} if config.output.trace else {}
-        self.arena = Arena.create({"control": control, "even": fields, "odd": fields, **traced})
-        self.storages = [self.arena.views("even"), self.arena.views("odd")]
-        self.control = self.arena.views("control")
+        self.arena = self.allocate()
         if checkpoint is None and (run_dir / INITIAL).exists():
             self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
         if checkpoint is not None:
@@ -129,17 +129,14 @@ class Run:
             self.recovered_before = checkpoint.state["recovered"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
-        self.control.interval[0] = self.progress.interval - 1
-        self.control.finished[:] = self.progress.interval
-        for counter in (self.control.posted, self.control.answered, self.control.stepped):
-            counter[:] = self.progress.interval * self.T
+        self.set_counters()
         self.episode_logs = EpisodeLogs(logs, self.progress.interval)
         self.result: Result
         processes.launch(envs.module_of(config.env))
         with ExitStack() as opened:
             opened.callback(self.arena.close)
             self.trace: TraceFile | None = None
-            if traced:
+            if config.output.trace is not None:
                 self.trace = TraceFile(config, self.layout, self.arena, self.progress.interval, reporter.note)
                 opened.callback(self.trace.close)
             open_lane(self.arena, LEARNER)
@@ -147,7 +144,7 @@ class Run:
             if self.evaluator is not None:
                 opened.callback(self.evaluator.stop)
                 self.evaluator.restore(checkpoint.group("evaluation") if checkpoint is not None else {})
-            self.crew = Crew(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
+            self.crew = self.crew_class(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
             opened.callback(self.crew.stop)
             self._opened = opened.pop_all()
 
@@ -157,6 +154,23 @@ class Run:
     def __exit__(self, *_: object) -> None:
         with self._opened:
             self.hear_crew()
+
+    def allocate(self) -> Arena:
+        """All shared memory: two storages, and the control block."""
+        fields = rollout_fields(self.spec, self.T, self.N, self.learner.model.head.noise_size)
+        size = len(self.learner.parameters)
+        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
+        traced = {"trace": trace_fields(lanes(self.layout, self.T))} if self.config.output.trace else {}
+        arena = Arena.create({"control": control, "even": fields, "odd": fields, **traced})
+        self.control, self.storages = arena.views("control"), [arena.views("even"), arena.views("odd")]
+        return arena
+
+    def set_counters(self) -> None:
+        """Let the counters stand as they do before the interval that comes next."""
+        self.control.interval[0] = self.progress.interval - 1
+        self.control.finished[:] = self.progress.interval
+        for counter in (self.control.posted, self.control.answered, self.control.stepped):
+            counter[:] = self.progress.interval * self.T
 
     # -------------------------------------------------------------------------------------------------- the intervals
 
@@ -185,6 +199,7 @@ class Run:
             mark("barrier")
             waiting = time.perf_counter()
             self.crew.await_barrier()
+            self.advance_logs(j)
             full = self.count(j, waiting)
             if not hts:
                 self.consume(j, full)
@@ -223,11 +238,20 @@ class Run:
     def write_noise(self, j: int) -> None:
         """Draw the action noise of interval j, each replica's from its own generator. Only actors read it."""
         mark("noise", j)
-        draw = rng.gumbel if self.learner.model.head.noise_kind == "gumbel" else rng.normal
         noise = self.storages[j % 2].noise
         for n in range(self.N):
-            generator = rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j)
-            noise[:, n] = draw(generator, noise.shape[::2])
+            noise[:, n] = self.noise(n, j)
+
+    def noise(self, n: int, j: int) -> np.ndarray:
+        """The action noise [T, K] of replica ``n`` in interval ``j``."""
+        head = self.learner.model.head
+        draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
+        return draw(rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j), (self.T, head.noise_size))
+
+    def advance_logs(self, j: int) -> None:
+        """Take the episode logs to the end of interval j."""
+        with self.crew.changes:
+            self.episode_logs.advance(self.storages[j % 2])
 
     def count(self, j: int, waiting: float) -> dict[str, float]:
         """Account for interval j, which has just been completed; returns the beginning of its record.
@@ -239,8 +263,6 @@ class Run:
         mark("count")
         now = time.perf_counter()
         storage, progress = self.storages[j % 2], self.progress
-        with self.crew.changes:
-            self.episode_logs.advance(storage)
         ended = storage.episode_length.T > 0  # [N, T]: in (replica, step) order
         steps = int(storage.valid.sum())
         before, seconds_before = progress.steps, progress.seconds
@@ -319,20 +341,26 @@ class Run:
         """
         mark("checkpoint")
         self.saved_at = time.monotonic()
-        progress, learner, logs = self.progress, self.learner, self.episode_logs.logs
+        logs = self.episode_logs.logs
+        last_obs = [log.last_obs for log in logs if log.last_obs is not None]
         tensors = {
-            **learner.tensors(),
+            **self.learner.tensors(),
             **{f"episodes/{n}": log.actions for n, log in enumerate(logs)},
             **(self.evaluator.pending() if self.evaluator is not None else {}),
-            "last_obs": np.stack([log.last_obs for log in logs if log.last_obs is not None]),
+            **({"last_obs": np.stack(last_obs)} if len(last_obs) == len(logs) else {}),
         }
-        state = {
-            "finished": result is not None,
-            "result": result,
+        state = {"finished": result is not None, "result": result, **self.state()}
+        checkpoint = Checkpoint(tensors, state)
+        return save_checkpoint(self.run_dir / CHECKPOINTS, checkpoint, self.config.output.keep_checkpoints)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors and the result of a finished run."""
+        progress, logs = self.progress, self.episode_logs.logs
+        return {
             "reproducible": self.reproducible,
             "recovered": self.recovered_before + self.crew.recovered,
             "interval": progress.interval,
-            "version": learner.version,
+            "version": self.learner.version,
             "steps": progress.steps,
             "episodes": progress.episodes,
             "seconds": progress.seconds,
@@ -347,8 +375,6 @@ class Run:
                 int(self.config.runtime.learner_threads), self.config.runtime.device
             ),
         }
-        checkpoint = Checkpoint(tensors, state)
-        return save_checkpoint(self.run_dir / CHECKPOINTS, checkpoint, self.config.output.keep_checkpoints)
 
     def finish(self, stop: threading.Event) -> None:
         """Wait for the last evaluations, unless interrupted; write the last checkpoint and the result."""
@@ -358,6 +384,17 @@ class Run:
             self.hear_evaluator(wait_s=1.0)
         interrupted = progress.steps < self.config.total_steps or bool(self.evaluator and self.evaluator.busy)
         progress.seconds = time.perf_counter() - self.clock
+        values = self.summary()
+        try:
+            path = self.save_checkpoint(None if interrupted else values)
+        except OSError as error:
+            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
+        self.result = Result(self.run_dir, interrupted, values)
+        self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
+
+    def summary(self) -> dict[str, Any]:
+        """What the run has come to."""
+        progress = self.progress
         values = {
             "steps": progress.steps,
             "frames": progress.steps * self.spec.frame_skip,
@@ -373,12 +410,7 @@ class Run:
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
-        try:
-            path = self.save_checkpoint(None if interrupted else values)
-        except OSError as error:
-            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
-        self.result = Result(self.run_dir, interrupted, values)
-        self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
+        return values
 
     def hear_crew(self) -> None:
         """Pass on what happened to the crew since the last barrier."""
@@ -402,12 +434,13 @@ class Run:
 def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
     """The episode logs of all replicas, as a checkpoint holds them."""
     replicas, actions = checkpoint.state["replicas"], checkpoint.group("episodes")
+    last_obs = checkpoint.tensors.get("last_obs")
     return [
         EpisodeLog(
             episode=replicas[n]["episode"],
             pieces=(actions[str(n)],),
             reset_pending=replicas[n]["reset_pending"],
-            last_obs=checkpoint.tensors["last_obs"][n],
+            last_obs=None if last_obs is None else last_obs[n],
         )
         for n in range(N)
     ]

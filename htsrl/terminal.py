@@ -280,6 +280,8 @@ def plain_line(board: Board) -> str:
     ]
     if board.has_score:
         parts.append(f"score {number(record.get('score_mean')):>6}")
+    if "policy_lag_max" in record:
+        parts.append(f"lag {number(record['policy_lag']):>5} to {record['policy_lag_max']:>2}")
     if board.shares:
         parts.append(" ".join(f"{name} {share:>4.0%}" for name, share in board.shares.items()))
     parts.append(f"{duration(board.seconds_left):>7} left")
@@ -307,10 +309,15 @@ def last_lines(result: Mapping[str, Any], config: AnyConfig, run_dir: Path) -> l
     if result.get("episode_return_mean") is not None:
         score = f", score {number(result['score_mean'])}" if result.get("score_mean") is not None else ""
         lines.append(f"return {number(result['episode_return_mean'])}{score} (mean of the last 100 episodes)")
+    if result.get("policy_lag") is not None:
+        lag = result["policy_lag"]
+        lines.append(f"policy lag {number(lag['mean'])} updates, at most {lag['max']}")
     if result.get("recovered"):
         lines.append(f"recovered from {result['recovered']} failures of processes")
     if result.get("reproducible") is False:
-        lines.append("not reproducible: the environment did not repeat what it did before")
+        timing = config.runtime.schedule == "async"
+        reason = "schedule async depends on timing" if timing else "the environment did not repeat what it did before"
+        lines.append(f"not reproducible: {reason}")
     lines.append(f"checkpoint: {result.get('checkpoint', run_dir / CHECKPOINTS)}")
     if result.get("interrupted"):
         lines.append(f"go on: htsrl resume {shlex.quote(str(run_dir))}")
@@ -390,6 +397,8 @@ def _numbers(board: Board, since: float) -> list[tuple[str, Rows]]:
             episodes.append(("evaluation score", number(board.evaluation["score_mean"])))
         episodes.append(("evaluated at", f"{board.evaluation['steps']:,}"))
     learning: Rows = [("policy lag", number(record.get("policy_lag")))]
+    if "policy_lag_max" in record:
+        learning.append(("largest lag", number(record["policy_lag_max"])))
     if "learning_rate" in record:
         learning.append(("learning rate", number(record["learning_rate"])))
     learning += [

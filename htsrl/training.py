@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from htsrl import determinism, envs
+from htsrl.async_run import AsyncRun
 from htsrl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint, write_checkpoint
 from htsrl.config import AnyConfig, OutputOptions
 from htsrl.envs.spec import EnvSpec
@@ -56,6 +57,8 @@ def train(config: AnyConfig) -> Result:
 
 def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     """Continue a run to its end, bit for bit as if it had never stopped; None if it has already finished.
+
+    A run with schedule 'async' is continued with new trajectories.
 
     Args:
         run_dir: folder of a run that was interrupted, that failed, or whose machine went down.
@@ -132,7 +135,8 @@ def _execute(
     with alone_in(run_dir), closing(Reporter(config, spec, run_dir)) as reporter:
         for note in notes or ():
             reporter.note(note)
-        with interrupts() as stop, Run(config, spec, run_dir, reporter, checkpoint) as run:
+        kind = AsyncRun if config.runtime.schedule == "async" else Run
+        with interrupts() as stop, kind(config, spec, run_dir, reporter, checkpoint) as run:
             run.train(stop)
             return run.result
 

@@ -105,6 +105,8 @@ def plan(config: AnyConfig, layouts: str | None, delay_ms: float, kills: bool = 
     Raises:
         ConfigError: a layout is not one, or does not fit the configuration; or there is nothing to compare.
     """
+    if config.runtime.schedule == "async":
+        raise ConfigError("htsrl verify is for --schedule hts and sync: an async run never repeats itself")
     names = [default_layout(config, *each) for each in DEFAULT_LAYOUTS] if layouts is None else layouts.split(",")
     if layouts is None:
         names = list(dict.fromkeys(names))

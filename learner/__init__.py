@@ -7,13 +7,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from htsrl.config import A2COptions, AnyConfig, PPOOptions
+from htsrl.config import A2COptions, AnyConfig, IMPALAOptions, PPOOptions
 from htsrl.learner.a2c import A2C
+from htsrl.learner.impala import IMPALA
 from htsrl.learner.ppo import PPO
 from htsrl.learner.rollout import Rollout
 from htsrl.models import ActorCritic, FlatParameters
 
-__all__ = ["A2C", "PPO", "Algorithm", "Rollout", "make_algorithm"]
+__all__ = ["A2C", "IMPALA", "PPO", "Algorithm", "Rollout", "make_algorithm"]
 
 
 class Algorithm(Protocol):
@@ -34,6 +35,8 @@ def make_algorithm(config: AnyConfig, model: ActorCritic, parameters: FlatParame
     options = config.algorithm
     if isinstance(options, A2COptions):
         return A2C(options, model, parameters)
+    if isinstance(options, IMPALAOptions):
+        return IMPALA(options, model, parameters)
     if isinstance(options, PPOOptions):
         return PPO(options, model, parameters)
     raise TypeError(f"no algorithm takes {type(options).__name__}")

@@ -24,7 +24,8 @@ class Learner:
     """Parameters, the algorithm, and the rule that joins its updates to the newest parameters.
 
     ``version`` counts published parameters: θ_version is the newest. Under 'hts', interval j runs with θ_j while the
-    learner makes θ_{j+1} from D_{j-1}, which θ_{j-1} collected: a lag of 1. Under 'sync' the lag is 0.
+    learner makes θ_{j+1} from D_{j-1}, which θ_{j-1} collected: a lag of 1. Under 'sync' the lag is 0. Under 'async' it
+    differs from row to row, is measured, and the update starts at the newest parameters.
     """
 
     def __init__(self, config: AnyConfig, spec: EnvSpec, device: torch.device) -> None:
@@ -32,6 +33,7 @@ class Learner:
         self.device = device
         self.seed = config.seed
         self.lag = 1 if config.runtime.schedule == "hts" else 0
+        self.lag_varies = config.runtime.schedule == "async"
         self.model = build_model(spec, config.network, config.seed).to(device)
         shards = int(config.runtime.learner_threads) if device.type == "cpu" else 1
         self.parameters = FlatParameters(self.model, shards=shards)
@@ -59,14 +61,12 @@ class Learner:
             storage: views of the rollout fields, all T rows written.
             progress: share of the step budget that was spent before this storage was filled, in [0, 1].
         """
-        behaviour_version = int(storage.behaviour_version[0])
-        policy_lag = self.version - behaviour_version
-        assert policy_lag == self.lag, f"policy lag is {policy_lag}, but this schedule's is {self.lag}"
+        policy_lag = self._policy_lag(storage)
         metrics: dict[str, float] = {}
 
         def update() -> None:
             rollout = self._rollout(storage)
-            rng = generator(self.seed, Stream.MINIBATCH, behaviour_version)
+            rng = generator(self.seed, Stream.MINIBATCH, self.version - self.lag)
             metrics.update(self.algorithm.update(rollout, progress, rng))
 
         if self.lag:
@@ -78,6 +78,16 @@ class Learner:
             self.behaviour = self.newest = self.parameters.vector.clone()
         self.version += 1
         return metrics | {"policy_lag": policy_lag}
+
+    def _policy_lag(self, storage: Any) -> float:
+        """Updates between the parameters that acted and those that learn: the schedule's, or the mean where it varies."""
+        if self.lag_varies:
+            lags = (self.version - storage.behaviour_version)[storage.valid]  # of [T, N]
+            assert (lags >= 0).all(), "parameters acted before they were published"
+            return float(lags.mean()) if len(lags) else 0.0
+        (lag,) = (self.version - storage.behaviour_version).tolist()
+        assert lag == self.lag, f"policy lag is {lag}, but this schedule's is {self.lag}"
+        return lag
 
     def named(self, vector: torch.Tensor) -> dict[str, np.ndarray]:
         """The parameters of ``vector`` [P] by name. Overwrites the model's, which every update sets anew."""

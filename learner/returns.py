@@ -11,6 +11,8 @@ arrives as three factors and never as "done" (``end_factors`` makes them):
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from htsrl.learner.checks import check
@@ -64,6 +66,49 @@ def gae(
     delta[valid == 0.0] = 0.0
     decay[valid == 0.0] = 0.0
     return reverse_scan(delta, decay)
+
+
+class VTrace(NamedTuple):
+    """What :func:`vtrace` returns, [T, N] each."""
+
+    target: np.ndarray
+    """v_t: what the value function should say. Where ``valid`` is 0, the value as it was."""
+    advantage: np.ndarray
+    """For the policy gradient, its clipped ratio ρ included."""
+
+
+def vtrace(
+    reward: np.ndarray,
+    discount: np.ndarray,
+    trace: np.ndarray,
+    valid: np.ndarray,
+    value: np.ndarray,
+    log_ratio: np.ndarray,
+    lambda_: float = 1.0,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+) -> VTrace:
+    """V-trace (Espeholt et al. 2018, equations 1 and 2), with value [T+1, N], all others [T, N].
+
+        δ_t = ρ_t (r_t + γ_t V_{t+1} - V_t),    v_t = V_t + Σ_l (Π_{k<l} γ_{t+k} c_{t+k} trace_{t+k}) δ_{t+l}
+        A_t = ρ_t (r_t + γ_t [λ v_{t+1} + (1 - λ) V_{t+1}] - V_t)
+
+    ``log_ratio`` is log π(a|s)/μ(a|s) of the policy that learns and the one that acted; ρ_t = min(ρ̄, π/μ) decides
+    whose value function is learned and c_t = λ min(c̄, π/μ) how fast. At λ = 1, A_t is the paper's; for a smaller λ it
+    bootstraps as the targets do. With ratios of 1 and both thresholds at least that, v_t - V_t = A_t = GAE(λ).
+    """
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, reward, discount, trace, valid, log_ratio)
+    check(sizes, "T+1 N", f32, value)
+    ratio = np.exp(log_ratio)
+    rho, c = np.minimum(ratio, np.float32(rho_clip)), np.minimum(ratio, np.float32(c_clip))
+    advantage = rho * (reward + discount * value[1:] - value[:-1])
+    reach = discount * trace * np.float32(lambda_)
+    for x in (rho, c, advantage, reach):  # as in `gae`: what an invalid row holds may be anything
+        x[valid == 0.0] = 0.0
+    correction = reverse_scan(advantage.copy(), reach * c)
+    advantage[:-1] += (rho * reach)[:-1] * correction[1:]
+    return VTrace(value[:-1] + correction, advantage)
 
 
 def explained_variance(target: np.ndarray, value: np.ndarray, valid: np.ndarray) -> float:

@@ -42,19 +42,23 @@ class EpisodeLogs:
 
     def as_of(self, storage: Any, n: int, row: int) -> EpisodeLog:
         """Where replica ``n`` stands before row ``row`` of this interval, whose earlier rows ``storage`` holds."""
-        log = self.logs[n]
-        if row == 0:
-            return log
-        # An episode begins after the row that terminated the one before, or after the row that is not a transition.
-        ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
-        beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
-        if len(beginnings):
-            pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
-        else:
-            pieces = (*log.pieces, storage.action[:row, n].copy())
-        return EpisodeLog(
-            episode=log.episode + len(beginnings),
-            pieces=pieces,
-            reset_pending=bool(storage.truncated[row - 1, n]),
-            last_obs=storage.obs[row, n].copy(),
-        )
+        return continued(self.logs[n], storage, n, row)
+
+
+def continued(log: EpisodeLog, storage: Any, n: int, row: int) -> EpisodeLog:
+    """Where replica ``n`` stands before row ``row`` of ``storage``, if it stood at ``log`` before the first."""
+    if row == 0:
+        return log
+    # An episode begins after the row that terminated the one before, or after the row that is not a transition.
+    ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
+    beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
+    if len(beginnings):
+        pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
+    else:
+        pieces = (*log.pieces, storage.action[:row, n].copy())
+    return EpisodeLog(
+        episode=log.episode + len(beginnings),
+        pieces=pieces,
+        reset_pending=bool(storage.truncated[row - 1, n]),
+        last_obs=storage.obs[row, n].copy(),
+    )

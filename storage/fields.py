@@ -12,7 +12,7 @@ episode's first observation. There is no cursor: t and the column are the only i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -104,3 +104,32 @@ def trace_field_names(lane: str) -> tuple[str, str, str]:
     """Of a lane's ring, its counter and its process."""
     name = lane.replace(" ", "_")
     return f"{name}_marks", f"{name}_made", f"{name}_pid"
+
+
+def unroll_fields(spec: EnvSpec, T: int, N: int, noise_size: int, slots: int) -> list[Field]:
+    """The fields of schedule 'async': a ring of ``slots`` rollouts, [slots, T or T+1, N, ...] each.
+
+    Parameters are taken as they come, so every row says which version acted.
+    """
+    rows = [field for field in rollout_fields(spec, T, N, noise_size) if field.name != "behaviour_version"]
+    rows.append(Field("behaviour_version", (T, N), np.dtype(np.int64), "actor", ("run", "learner")))
+    return [replace(field, shape=(slots, *field.shape)) for field in rows]
+
+
+def async_control_fields(groups: int, parameters: int) -> list[Field]:
+    """The fields that exist once under schedule 'async'."""
+
+    def field(name: str, shape: tuple[int, ...], dtype: type, writer: Role, *readers: Role) -> Field:
+        return Field(name, shape, np.dtype(dtype), writer, readers)
+
+    return [
+        # The newest parameters and those before them, see htsrl.actors.published.
+        field("parameters", (2, parameters), np.float32, "run", "actor"),
+        field("version", (1,), np.int64, "run", "actor"),
+        # Rows of each group, as under the other schedules.
+        field("posted", (groups,), np.int64, "executor", "actor", "run"),
+        field("answered", (groups,), np.int64, "actor", "executor", "run"),
+        field("stepped", (groups,), np.int64, "executor", "run"),
+        # Unrolls that each group may collect: the one after them waits until the run releases a slot.
+        field("released", (groups,), np.int64, "run", "executor"),
+    ]

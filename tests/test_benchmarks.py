@@ -107,7 +107,7 @@ def test_workloads_are_valid_configurations(benchmarks):
         ("throughput.py", ["--set", "epochs=0"], "epochs must be"),
         ("throughput.py", ["--rounds", "0"], "--rounds"),
         ("learning.py", ["--task", "chess"], "chess is not a task"),
-        ("learning.py", ["--schedules", "async"], "async is not a schedule"),
+        ("learning.py", ["--schedules", "fast"], "fast is not a schedule"),
         ("learning.py", ["--seeds", "a"], "--seeds"),
         ("contract_cost.py", ["--rows", "0"], "--rows"),
         ("contract_cost.py", ["--spread", "17"], "between 1 and 16"),

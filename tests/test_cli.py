@@ -102,14 +102,14 @@ def test_flags_override_the_file_and_the_file_the_preset(trained: list[AnyConfig
         ("--hidden-sizes", "--hidden-sizes needs a value"),
         ("--num-enws 4", "--num-enws is not known; did you mean --num-envs?"),
         ("--frobnicate", "--frobnicate is not known; `htsrl train --help` lists all settings"),
-        ("--algo dqn", "--algo must be one of ppo, a2c, got dqn"),
+        ("--algo dqn", "--algo must be one of ppo, a2c, impala, got dqn"),
         ("--algo a2c --clip-range 0.1", "--clip-range is a setting of ppo, and this run uses a2c"),
-        ("--rmsprop-decay 0.9", "--rmsprop-decay is a setting of a2c, and this run uses ppo"),
+        ("--rmsprop-decay 0.9", "--rmsprop-decay is a setting of a2c and impala, and this run uses ppo"),
         (
             "--env CartPole-v1 --sticky-actions 0.25",
             "--sticky-actions is a setting of Atari environments, and CartPole-v1 is a Gymnasium one",
         ),
-        ("--schedule async", "--schedule async is not available yet; use hts or sync"),
+        ("--async-slots 3", "--async-slots is for --schedule async, and this run's is hts"),
         ("--schedule sync --num-actors 2", "--schedule sync needs --num-actors 1, got 2"),
         (
             "--num-envs 5 --minibatches 3",

@@ -251,6 +251,15 @@ def test_the_table_fits_the_terminal(width: int, filled: bool) -> None:
         assert re.search(r"policy loss +-0\.010", words)
 
 
+def test_a_lag_that_differs_from_row_to_row_is_shown() -> None:
+    board = Board(small(schedule="async"), has_score=True, frame_skip=4)
+    board.update(record(0, policy_lag=0.75, policy_lag_max=3, policy_lag_histogram=[2, 1, 0, 1]))
+    words = " ".join("".join(text for text, _ in line) for line in table(board, 112).lines)
+    assert re.search(r"policy lag +0\.750", words)
+    assert re.search(r"largest lag +3", words)
+    assert "lag 0.750 to  3  rollout" in plain_line(board)
+
+
 def test_the_table_in_ascii() -> None:
     text = "".join(text for line in table(filled_board(), 100, ascii_only=True).lines for text, _ in line)
     assert text.isascii()

@@ -46,9 +46,13 @@ def assert_same_bits(a, b):
 # ---------------------------------------------------------------------------------------------------------- same bits
 
 
-@pytest.mark.parametrize(("env", "algo"), [("CartPole-v1", "ppo"), ("CartPole-v1", "a2c"), ("Pendulum-v1", "ppo")])
+@pytest.mark.parametrize(
+    ("env", "algo"),
+    [("CartPole-v1", "ppo"), ("CartPole-v1", "a2c"), ("CartPole-v1", "impala"), ("Pendulum-v1", "ppo")],
+)
 def test_layouts_give_the_same_bits_and_another_seed_does_not(tmp_path, env, algo):
-    settings = SMALL if algo == "ppo" else {k: SMALL[k] for k in ("num_envs", "sync_interval", "total_steps")}
+    foreign = {"ppo": (), "a2c": ("minibatches", "epochs"), "impala": ("epochs",)}[algo]
+    settings = {name: value for name, value in SMALL.items() if name not in foreign}
     runs = {
         (executors, actors, group): record(
             tmp_path / f"{executors}x{actors}x{group}",
@@ -216,9 +220,11 @@ def wait_until_gone(processes, seconds):
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_ends_the_run_with_a_checkpoint(tmp_path, number):
-    process = run_in_background(tmp_path)
+@pytest.mark.parametrize(
+    ("number", "schedule"), [(signal.SIGINT, "hts"), (signal.SIGTERM, "hts"), (signal.SIGINT, "async")]
+)
+def test_one_interrupt_ends_the_run_with_a_checkpoint(tmp_path, number, schedule):
+    process = run_in_background(tmp_path, "--schedule", schedule)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)  # like a terminal: the whole group hears of it
     out, err = process.communicate(timeout=15)

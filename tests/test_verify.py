@@ -230,6 +230,7 @@ def test_the_budget_is_a_few_intervals_unless_it_is_given():
         ("--layouts 1x1,1x5", "--num-actors must be at most --num-envs (4), got 5"),
         ("--layouts 1x1,2x1x3", "--layouts 2x1x3: --envs-per-group must be at most 2"),
         ("--layouts 1x1,1x2 --schedule sync", "--layouts 1x2: --schedule sync needs --num-actors 1, got 2"),
+        ("--schedule async", "htsrl verify is for --schedule hts and sync"),
         ("--layouts 1x1", "two layouts to compare"),
         ("--layouts", "--layouts needs a value"),
         ("--layout 1x1,2x1", "did you mean --layouts?"),
