@@ -22,6 +22,7 @@ EVALUATIONS = "evaluations.jsonl"
 DIGESTS = "digests.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+FAILURE = "failure"  # what there is to look at after a loss that was not finite
 INITIAL = "initial.safetensors"  # the weights from which a forked run began
 
 

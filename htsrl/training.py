@@ -14,7 +14,8 @@ from htsrl import determinism, envs
 from htsrl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint, write_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError
+from htsrl.errors import ConfigError, NonFinite
+from htsrl.failure import save_failure
 from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
 from htsrl.report import Reporter
@@ -27,7 +28,7 @@ from htsrl.tomlfile import load_config, save_config
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
     {
-        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout",
+        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout", "start_timeout",
         "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
         "tensorboard", "record_digests", "progress",
     }
@@ -124,9 +125,12 @@ def _execute(
     with alone_in(run_dir), closing(Reporter(config, spec, run_dir)) as reporter:
         for note in notes or ():
             reporter.note(note)
-        with interrupts() as stop, Run(config, spec, run_dir, reporter, checkpoint) as run:
-            run.train(stop)
-            return run.result
+        try:
+            with interrupts() as stop, Run(config, spec, run_dir, reporter, checkpoint) as run:
+                run.train(stop)
+                return run.result
+        except NonFinite as failure:
+            raise save_failure(run_dir, failure) from None
 
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
-from htsrl.errors import RunFailed
+from htsrl.errors import NonFinite
 from htsrl.learner.minibatches import Batch, Rows, piece_rows
 from htsrl.models import ActorCritic, FlatParameters
 
+NORMS = ("grad_norm", "grad_norm_clipped")
+"""What a step records after its loss's terms."""
 Loss = Callable[[torch.Tensor, torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -33,10 +36,13 @@ def accumulate_gradient(
 
 
 def clip_gradient(parameters: FlatParameters, max_norm: float) -> torch.Tensor:
-    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2]."""
+    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2].
+
+    A gradient that is not finite stays as it is, to be looked at: scaling would turn all of it into zeros and NaN.
+    """
     vector = gradient(parameters)
     before = torch.linalg.vector_norm(vector)
-    vector.mul_((max_norm / (before + 1e-6)).clamp(max=1.0))
+    vector.mul_(torch.where(before.isfinite(), (max_norm / (before + 1e-6)).clamp(max=1.0), 1.0))
     return torch.stack((before, torch.linalg.vector_norm(vector)))
 
 
@@ -47,14 +53,38 @@ def gradient(parameters: FlatParameters) -> torch.Tensor:
     return vector
 
 
-def require_finite(record: torch.Tensor, progress: float, epoch: int, minibatch: int) -> None:
-    """RunFailed where ``record`` (loss terms and gradient norms of one minibatch) holds NaN or infinity."""
-    if not math.isfinite(float(record.sum())):
-        raise RunFailed(
-            f"the loss or its gradient is not finite after {progress:.2%} of the run, in epoch {epoch}, minibatch "
-            f"{minibatch} of the update (loss {float(record[0]):g}, gradient norm {float(record[-2]):g}): try a lower "
-            "learning rate, and look for NaN or huge numbers in the environment's observations and rewards"
-        )
+def require_finite(
+    records: list[torch.Tensor],
+    terms: tuple[str, ...],
+    place: tuple[int, int],
+    batch: Batch,
+    rows: Rows,
+    *,
+    stepped: bool = False,
+) -> None:
+    """NonFinite where the last of ``records`` holds NaN or infinity, to be called before the optimizer's step.
+
+    Args:
+        records: of each gradient step of this update so far, its loss ``terms`` and both gradient norms [terms + 2].
+        terms: the names of the loss's terms; the first is the loss.
+        place: epoch and minibatch of the last step.
+        batch: what the step's ``rows`` [M] are rows of.
+        rows: the minibatch.
+        stepped: the optimizer has made this step already, and may have made others after it.
+    """
+    record = records[-1]
+    if math.isfinite(float(record.sum())):
+        return
+    epoch, minibatch = place
+    columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    columns["obs"] = batch.obs.index_select(0, rows.index)
+    tensors = {f"minibatch/{name}": column.cpu().numpy() for name, column in columns.items()}
+    raise NonFinite(
+        f"the loss or its gradient is not finite in epoch {epoch}, minibatch {minibatch} of the update (loss "
+        f"{float(record[0]):g}, gradient norm {float(record[-2]):g})",
+        {"epoch": epoch, "minibatch": minibatch, "stepped": stepped, "records": [*terms, *NORMS]},
+        {**tensors, "records": torch.stack(records).cpu().numpy()},
+    )
 
 
 def summary(records: torch.Tensor, terms: tuple[str, ...], learning_rate: float) -> dict[str, float]:

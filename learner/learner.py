@@ -10,6 +10,7 @@ import torch
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
+from htsrl.errors import NonFinite
 from htsrl.learner import make_algorithm
 from htsrl.learner.delayed import delayed_update
 from htsrl.learner.rollout import Rollout
@@ -28,6 +29,7 @@ class Learner:
     def __init__(self, config: AnyConfig, spec: EnvSpec, device: torch.device) -> None:
         self.device = device
         self.seed = config.seed
+        self.num_envs = config.runtime.num_envs
         self.lag = 1 if config.runtime.schedule == "hts" else 0
         self.model = build_model(spec, config.network, config.seed).to(device)
         self.parameters = FlatParameters(self.model)
@@ -54,26 +56,39 @@ class Learner:
         Args:
             storage: views of the rollout fields, all T rows written.
             progress: share of the step budget that was spent before this storage was filled, in [0, 1].
+
+        Raises:
+            NonFinite: a loss or gradient is; it carries the minibatch and this learner's state.
         """
         behaviour_version = int(storage.behaviour_version[0])
         policy_lag = self.version - behaviour_version
         assert policy_lag == self.lag, f"policy lag is {policy_lag}, but this schedule's is {self.lag}"
         metrics: dict[str, float] = {}
+        start = self.behaviour if self.lag else self.newest
 
         def update() -> None:
             rollout = self._rollout(storage)
             rng = generator(self.seed, Stream.MINIBATCH, behaviour_version)
             metrics.update(self.algorithm.update(rollout, progress, rng))
 
-        if self.lag:
-            after = delayed_update(self.newest, self.behaviour, self.parameters.vector, update)
-            self.behaviour, self.newest = self.newest, after
-        else:
-            self.parameters.vector.copy_(self.newest)
-            update()
-            self.behaviour = self.newest = self.parameters.vector.clone()
+        try:
+            if self.lag:
+                after = delayed_update(self.newest, start, self.parameters.vector, update)
+                self.behaviour, self.newest = self.newest, after
+            else:
+                self.parameters.vector.copy_(start)
+                update()
+                self.behaviour = self.newest = self.parameters.vector.clone()
+        except NonFinite as failure:
+            failure.numbers |= {"interval": behaviour_version, "progress": progress}
+            failure.tensors |= self._evidence(failure, start)
+            raise
         self.version += 1
         return metrics | {"policy_lag": policy_lag}
+
+    def interrupt_with(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before every forward pass of the learner: what it raises ends an update of any length."""
+        self.model.register_forward_pre_hook(lambda *_: check())
 
     def named(self, vector: torch.Tensor) -> dict[str, np.ndarray]:
         """The parameters of ``vector`` [P] by name. Overwrites the model's, which every update sets anew."""
@@ -96,6 +111,21 @@ class Learner:
         self.newest = self.parameters.vector.clone()
         self.algorithm.load_state({name: torch.from_numpy(a) for name, a in tensors("algorithm").items()})
         self.version = version
+
+    def _evidence(self, failure: NonFinite, start: torch.Tensor) -> dict[str, np.ndarray]:
+        """What ``failure`` lacks: where its rows stand, and the state of an update that began at ``start`` [P].
+
+        After a step with a gradient that is not finite the state is worthless, and all of it but ``start`` left out.
+        """
+        t, n = np.divmod(failure.tensors["minibatch/index"], self.num_envs)
+        tensors = {"minibatch/t": t, "minibatch/n": n}
+        if not failure.numbers["stepped"]:
+            tensors |= {
+                **{f"gradient/{name}": array for name, array in self.parameters.gradients()},
+                **{f"parameters/{name}": array for name, array in self.parameters.items()},
+                **{f"algorithm/{name}": tensor.cpu().numpy() for name, tensor in self.algorithm.state().items()},
+            }
+        return tensors | {f"behaviour/{name}": array for name, array in self.named(start).items()}
 
     def _rollout(self, storage: Any) -> Rollout:
         """The storage as tensors on this device; the last value row is made here, with the behaviour parameters."""

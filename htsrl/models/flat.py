@@ -54,6 +54,12 @@ class FlatParameters:
         for name, view in self._views.items():
             yield name, view.cpu().contiguous().numpy().copy()
 
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and C-contiguous copy of each parameter's gradient, in name order."""
+        for name, parameter in self._parameters:
+            assert parameter.grad is not None, "made without gradients"
+            yield name, parameter.grad.cpu().contiguous().numpy().copy()
+
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set every parameter by name; names and shapes must be exactly the model's."""
         expected = {name: tuple(view.shape) for name, view in self._views.items()}
