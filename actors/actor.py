@@ -12,7 +12,7 @@ from htsrl.actors.delays import random_pauses
 from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_once
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ActorPorts
-from htsrl.actors.reports import reported, send_ready
+from htsrl.actors.reports import reported, send_ready, signs_of_life
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 
@@ -21,9 +21,13 @@ def run_actor(ports: ActorPorts) -> None:
     """Body of an actor process."""
     with reported("actor", ports.index, ports.lines):
         # Build the policy, and find the batch sizes that don't change a row's bits
+        alive = signs_of_life(ports.lines)
+        alive()  # torch is loaded
         determinism.enable(threads=1)
         device = torch.device(ports.device)
+        alive()
         model = build_model(ports.spec, ports.network, ports.seed).to(device)
+        alive()
         parameters = FlatParameters(model, gradients=False)
         layout, T = ports.layout, ports.sync_interval
         own_groups = np.flatnonzero(layout.actor_of == ports.index)

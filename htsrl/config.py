@@ -242,6 +242,8 @@ class RuntimeOptions(Section):
     """Failed processes that are replaced before the run gives up; 0 gives up at once."""
     step_timeout: PositiveFloat | None = 300.0
     """Seconds after which a step, reset or inference that makes no progress counts as a failed process."""
+    start_timeout: PositiveFloat = 180.0
+    """Seconds after which an import, construction or reset that makes no progress counts as a failed start."""
 
     @field_validator("schedule", mode="before")
     @classmethod

@@ -141,6 +141,7 @@ class Run:
                 self.evaluator.restore(checkpoint.group("evaluation") if checkpoint is not None else {})
             self.crew = Crew(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
             opened.callback(self.crew.stop)
+            self.learner.interrupt_with(self.crew.check)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Run:
