@@ -323,6 +323,13 @@ class Config(Section, Generic[E, H]):
     runtime: RuntimeOptions = RuntimeOptions()
     output: OutputOptions = OutputOptions()
 
+    @field_validator("env")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable():
+            raise refused(f"`env` must be a name without control characters, got {value!r}")
+        return value
+
     @field_validator("algo")
     @classmethod
     def _known_algorithm(cls, value: str) -> str:

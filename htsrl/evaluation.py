@@ -24,15 +24,17 @@ from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
 from htsrl.actors.reports import Stack, reported, send_ready, signs_of_life
-from htsrl.checkpoint import load_checkpoint, newest_checkpoint
+from htsrl.checkpoint import newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs import checks
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError, EnvironmentFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
+from htsrl.restoring import load_run_checkpoint
 from htsrl.rundir import require_run, update_result
 from htsrl.tomlfile import load_config
+from htsrl.usercode import refuse_code_in
 
 # Episodes played side by side. Every episode that is started is counted, whatever its length.
 SLOTS = 8
@@ -164,11 +166,16 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     """
     require_run(run_dir)
     config = load_config(run_dir / "config.toml")
-    checkpoint = load_checkpoint(newest_checkpoint(run_dir))
+    refuse_code_in(run_dir, config.env, config.network.network)
+    path = newest_checkpoint(run_dir)
+    checkpoint = load_run_checkpoint(path)
     spec = envs.describe(config.env, config.environment)
     determinism.enable(threads=1)
     model = build_model(spec, config.network, config.seed)
-    FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
+    try:
+        FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint {path} doesn't fit this run's network: {error}") from None
     with filming(video, spec) as film:
         results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)

@@ -29,7 +29,7 @@ from htsrl.config import AnyConfig
 from htsrl.crew import Crew
 from htsrl.digests import interval_digests
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import RunFailed
+from htsrl.errors import ConfigError, RunFailed
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
 from htsrl.report import Reporter
@@ -100,7 +100,7 @@ class Run:
         ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
 
         Raises:
-            ConfigError: the layout needs more file handles than there are.
+            ConfigError: the layout needs more file handles than there are; the initial weights don't fit.
         """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
@@ -119,7 +119,10 @@ class Run:
         self.storages = [self.arena.views("even"), self.arena.views("odd")]
         self.control = self.arena.views("control")
         if checkpoint is None and (run_dir / INITIAL).exists():
-            self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
+            try:
+                self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
+            except ValueError as error:
+                raise ConfigError(f"{run_dir / INITIAL} doesn't fit this run's network: {error}") from None
         if checkpoint is not None:
             self.progress = Progress.restored(checkpoint)
             self.reproducible = checkpoint.state["reproducible"]

@@ -20,10 +20,12 @@ from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
+from htsrl.restoring import load_run_checkpoint, refuse_unfit
 from htsrl.run import Result, Run
 from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, RESULT, alone_in, create_run_dir, require_run, update_result
 from htsrl.settings import Layer, flat, overlay
 from htsrl.tomlfile import load_config, save_config
+from htsrl.usercode import refuse_code_in
 
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
@@ -64,12 +66,17 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     """
     require_run(run_dir)
     before = load_config(run_dir / CONFIG)
+    refuse_code_in(run_dir, before.env, before.network.network)
     config = overlay(before, changes)
     refuse_changed_results(before, config, changes)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     checkpoint, damaged = last_good_checkpoint(run_dir)
     notes = [f"{reason}; it is set aside, going on from the one before it" for _, reason in damaged]
+    if checkpoint is None and damaged:
+        raise ConfigError(
+            f"{damaged[0][1]}, and no other of this run is sound; delete {run_dir / CHECKPOINTS} to start over"
+        )
     if checkpoint is None:
         notes.append("there is no checkpoint yet: starting over")
     else:
@@ -78,6 +85,7 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
                 update_result(run_dir, checkpoint.state["result"])
             return None
         refuse_changed_environment(checkpoint, spec)
+        refuse_unfit(run_dir, checkpoint, config, spec)
         differences = changed_fingerprint(checkpoint, config)
         if differences:
             notes.append(f"not the same machine or packages as before ({differences}): bits may differ from here on")
@@ -103,6 +111,7 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     """
     require_run(source)
     config = overlay(load_config(source / CONFIG), Layer({"run_dir": None, **changes.values}, changes.spell))
+    refuse_code_in(source, config.env, config.network.network)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
@@ -138,7 +147,7 @@ def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[tuple[P
     damaged: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(run_dir / CHECKPOINTS)):
         try:
-            return load_checkpoint(path), damaged
+            return load_run_checkpoint(path), damaged
         except ConfigError as error:
             damaged.append((path, str(error)))
     return None, damaged
