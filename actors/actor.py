@@ -12,7 +12,7 @@ from htsrl.actors.delays import random_pauses
 from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_once
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ActorPorts
-from htsrl.actors.reports import reported, send_ready
+from htsrl.actors.reports import reported, send_ready, signs_of_life
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.storage import trace
@@ -64,9 +64,13 @@ def run_actor(ports: ActorPorts) -> None:
 
 def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:
     """The network's parameters, whatever they are as yet, and the batch in which it answers."""
+    alive = signs_of_life(ports.lines)
+    alive()  # torch is loaded
     determinism.enable()
     device = torch.device(ports.device)
+    alive()
     model = build_model(ports.spec, ports.network, ports.seed).to(device)
+    alive()
     parameters = FlatParameters(model, gradients=False)
     rows_wanted = rows_at_once(ports.spec, ports.layout.num_envs, device)
     buckets = invariant_buckets(model, ports.spec, rows_wanted, device)

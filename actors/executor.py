@@ -15,15 +15,14 @@ from htsrl import envs
 from htsrl.actors.delays import random_pauses
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts, Lines
-from htsrl.actors.reports import EnvironmentFault, reported, send_progress, send_ready, send_unreproducible
-from htsrl.envs.spec import ActionSpec, EnvSpec
+from htsrl.actors.reports import EnvironmentFault, reported, send_ready, send_unreproducible, signs_of_life
+from htsrl.envs import checks
+from htsrl.envs.spec import ActionSpec
 from htsrl.rng import episode_seed
 from htsrl.storage import trace
 from htsrl.storage.episodes import EpisodeLog
 
 _LARGEST = float(np.finfo(np.float32).max)
-PROGRESS_EVERY = 1000
-"""Replayed steps between two signs of life."""
 
 
 def run_executor(ports: ExecutorPorts) -> None:
@@ -34,9 +33,10 @@ def run_executor(ports: ExecutorPorts) -> None:
         mark("start")
         columns = ports.layout.executor_columns[ports.index]
         own_groups = ports.layout.executor_groups[ports.index]
-        replicas = [Replica(n, ports) for n in columns]
+        alive = signs_of_life(ports.lines)
+        replicas = [Replica(n, ports, alive) for n in columns]
         for replica, log in zip(replicas, ports.logs):
-            replica.start(log, ports.lines)
+            replica.start(log, ports.lines, alive)
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
@@ -121,7 +121,7 @@ def request(groups: list[int], actor_of: list[int], ports: ExecutorPorts) -> Non
 class Replica:
     """One environment and where it stands in its current episode."""
 
-    def __init__(self, column: int, ports: ExecutorPorts) -> None:
+    def __init__(self, column: int, ports: ExecutorPorts, alive: Callable[[], None]) -> None:
         self.column = column
         self.seed = ports.seed
         self.spec = ports.spec
@@ -134,8 +134,9 @@ class Replica:
             self.env = envs.make(ports.spec.env_id, ports.options)
         except Exception as error:
             raise self.fault("construction") from error
+        alive()
 
-    def start(self, log: EpisodeLog, lines: Lines) -> None:
+    def start(self, log: EpisodeLog, lines: Lines, alive: Callable[[], None]) -> None:
         """Begin episode ``log.episode``, or replay it up to where it stood.
 
         An environment that does not repeat itself is reported; its episode ends where it stood, without an outcome.
@@ -144,17 +145,16 @@ class Replica:
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
-        send_progress(lines)
+        alive()
         for row in log.actions:
-            if self.steps % PROGRESS_EVERY == PROGRESS_EVERY - 1:
-                send_progress(lines)
             (action,) = to_env(row[None])
             try:
                 obs, reward, *_, info = self.env.step(action)
+                self.reward += checks.number("reward", info["raw_reward"] if self.spec.has_raw_reward else reward)
             except Exception as error:
                 raise self.fault("step", action) from error
             self.steps += 1
-            self.reward += info["raw_reward"] if self.spec.has_raw_reward else reward
+            alive()
         self.obs = np.array(obs, self.spec.observation_dtype)
         self.reset_pending = log.reset_pending
         if log.last_obs is not None and self.obs.tobytes() != log.last_obs.tobytes():
@@ -177,11 +177,9 @@ class Replica:
         self.reset_pending = False
         try:
             obs = self.env.reset(seed=episode_seed(self.seed, self.column, self.episode))
-            if np.shape(obs) != self.spec.observation_shape:
-                raise wrong_shape(self.spec, obs)
+            return checks.observation(obs, self.spec.observation_shape, self.spec.observation_dtype)
         except Exception as error:
             raise self.fault("reset") from error
-        return obs
 
     def fault(self, phase: str, action: Any = None) -> EnvironmentFault:
         """What to tell the user about a failure of this replica."""
@@ -207,7 +205,8 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
     actions = to_env(storage.action[t, first : first + len(replicas)])
     next_obs = storage.obs[t + 1]
     rewards = storage.reward[t]
-    shape = next_obs.shape[1:]
+    shape, dtype = spec.observation_shape, spec.observation_dtype
+    ndarray, storable = np.ndarray, checks.storable(dtype)
     for replica, action in zip(replicas, actions):
         n = replica.column
         if replica.reset_pending:
@@ -218,16 +217,25 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
             continue
         try:
             obs, reward, terminated, truncated, info = replica.env.step(action)
-            if obs.shape != shape:
-                raise wrong_shape(replica.spec, obs)
+            # What is as it should be passes the cheap tests; the functions accept more, or refuse
+            if obs.__class__ is not ndarray or obs.dtype not in storable or obs.shape != shape:
+                obs = checks.observation(obs, shape, dtype)
+            if not isinstance(reward, float):
+                reward = checks.number("reward", reward)
             if not -_LARGEST <= reward <= _LARGEST:
-                raise ValueError(f"the environment returned a reward of {reward}; rewards must be finite")
+                raise ValueError(f"the environment returned a reward of {reward}; rewards must be finite in float32")
+            if terminated.__class__ is not bool:
+                terminated = checks.flag("terminated", terminated)
+            if truncated.__class__ is not bool:
+                truncated = checks.flag("truncated", truncated)
+            raw_reward = checks.number("raw_reward", info["raw_reward"]) if spec.has_raw_reward else reward
+            life_lost = spec.has_life_loss and info["life_lost"]
         except Exception as error:
             raise replica.fault("step", action) from error
         rewards[n] = reward
         replica.steps += 1
-        replica.reward += info["raw_reward"] if spec.has_raw_reward else reward
-        if spec.has_life_loss and info["life_lost"]:
+        replica.reward += raw_reward
+        if life_lost:
             # The learner's episode ends, the game goes on
             storage.terminated[t, n] = True
         if terminated or truncated or replica.steps >= replica.limit:
@@ -267,9 +275,3 @@ def check_observations(obs: np.ndarray, replicas: list[Replica]) -> None:
                 f"the environment returned an observation with NaN or infinity (row {row} of the interval)"
             )
             raise replica.fault("observation") from error
-
-
-def wrong_shape(spec: EnvSpec, obs: Any) -> ValueError:
-    return ValueError(
-        f"the environment returned an observation of shape {np.shape(obs)}, but its space says {spec.observation_shape}"
-    )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from htsrl.envs.spec import EnvSpec
+from htsrl.errors import RunFailed
 from htsrl.models import ActorCritic, Head
 from htsrl.rng import Stream, generator, normal
 
@@ -62,12 +63,21 @@ class InferenceBatch:
 
     @torch.inference_mode()
     def answer(self, rows: int, mode: bool = False) -> Answer:
-        """Answer the first ``rows`` rows of ``obs`` and ``noise``; ``mode`` takes the most likely actions instead."""
+        """Answer the first ``rows`` rows of ``obs`` and ``noise``; ``mode`` takes the most likely actions instead.
+
+        RunFailed where an action is NaN, which no environment takes: it would be blamed for what it makes of that.
+        """
         bucket = next(size for size in self.buckets if size >= rows)
         obs = self._obs[:bucket].to(self.device, non_blocking=True)
         noise = self._noise[:bucket].to(self.device, non_blocking=True)
         outputs = self._most_likely(obs, noise) if mode else self._sample[bucket](obs, noise)
-        return Answer(*(x[:rows].cpu().numpy() for x in outputs))
+        answer = Answer(*(x[:rows].cpu().numpy() for x in outputs))
+        if answer.action.dtype.kind == "f" and np.isnan(answer.action).any():
+            raise RunFailed(
+                "the policy's action is NaN: its network has overflowed, or can't take what the environment returned; "
+                "try a lower learning rate"
+            )
+        return answer
 
     @torch.inference_mode()
     def _traced(self, policy: Policy, bucket: int) -> Callable:

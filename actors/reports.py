@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from typing import Any
@@ -28,6 +30,8 @@ class Stack:
     """An anonymous file into which a child dumps its stack on request, even from inside a call that hangs."""
 
     REQUEST = signal.SIGUSR1
+    SECONDS = 0.5
+    """Time to write it."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("htsrl-stack") if fd is None else fd
@@ -56,6 +60,7 @@ def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
     """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server leaves Python's own handler to its children
     lines.stack.dump_on_request()
+    _be_killed_with_the_run(lines.lifeline.fd)
     threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
     try:
         yield
@@ -75,9 +80,21 @@ def send_ready(lines: Lines, **facts: Any) -> None:
     _send(lines, {"kind": "ready"} | facts)
 
 
-def send_progress(lines: Lines) -> None:
-    """Tell the run that this child is still coming up: replaying an episode may take its time."""
-    _send(lines, {"kind": "progress"})
+def signs_of_life(lines: Lines) -> Callable[[], None]:
+    """A function to call whenever something has been done: at most once a second it tells the run that this goes on.
+
+    For what may take long as a whole, and of which only a part can hang: coming up, replaying, evaluating.
+    """
+    last = 0.0
+
+    def alive() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1.0:
+            last = now
+            _send(lines, {"kind": "progress"})
+
+    return alive
 
 
 def send_unreproducible(lines: Lines, replica: int) -> None:
@@ -98,3 +115,13 @@ def _leave_with_the_run(fd: int) -> None:
     """The run never writes to the lifeline: the read returns when its process is gone, in whatever way."""
     os.read(fd, 1)
     os._exit(1)
+
+
+def _be_killed_with_the_run(fd: int) -> None:
+    """Have the system kill this process when the run is gone: a thread can't while C code hangs and lets none run."""
+    with suppress(OSError):  # a system without this has the thread alone
+        # Whom a pipe signals belongs to an open file, and that of ``fd`` is shared by all children
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,30 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ConfigError: the file is missing, damaged or of another format; the message says which.
     """
+    if not path.exists():
+        raise ConfigError(f"there is no checkpoint {path}")
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise ConfigError(f"{path} is not a file")
     try:
+        if path.stat().st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise ValueError("larger than this machine's memory")
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no checkpoint {path}") from None
-    except (safetensors.SafetensorError, OSError) as error:
+    except Exception as error:  # of many kinds: a shape that no array can have, a type that numpy doesn't know
         raise ConfigError(f"the checkpoint {path} is damaged ({error})") from None
     if metadata.get("format") != str(FORMAT):
         raise ConfigError(f"{path} is not a checkpoint of format {FORMAT}, the only one that this version reads")
-    state = metadata.get("state", "")
-    if metadata.get("sha256") != _checksum(tensors, state):
+    text = metadata.get("state", "")
+    if metadata.get("sha256") != _checksum(tensors, text):
         raise ConfigError(f"the checkpoint {path} is damaged: its checksum doesn't match its content")
-    return Checkpoint(tensors, json.loads(state))
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the checkpoint {path} is damaged ({error})") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"the checkpoint {path} is damaged: its state is not an object")
+    return Checkpoint(tensors, state)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -73,6 +73,7 @@ newest checkpoint, to the same end: the same bits as if it had never stopped. A 
 Options are those of `htsrl train` that don't change results:
   --num-executors N|auto, --num-actors N, --envs-per-group N|auto
   --checkpoint-every STEPS, --keep-checkpoints N
+  --max-restarts N, --step-timeout SECONDS|none, --start-timeout SECONDS
   --eval-every STEPS, --eval-episodes N, --[no-]eval-stochastic
   --[no-]tensorboard, --[no-]record-digests, --progress auto|live|plain|none
   --trace FILE, --trace-after INTERVALS, --trace-intervals N
@@ -392,6 +393,8 @@ def _number(text: str, least: int = 0) -> int:
 
 
 def _print_error(message: str) -> None:
+    # It may quote a file or a child: a terminal must not obey what these say
+    message = re.sub(r"[^\n\t -~\xa0-\U0010ffff]", "?", message)
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     head = "\033[31mhtsrl: error:\033[0m" if red else "htsrl: error:"
     with contextlib.suppress(OSError):

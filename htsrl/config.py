@@ -265,6 +265,8 @@ class RuntimeOptions(Section):
     """Failed processes that are replaced before the run gives up; 0 gives up at once."""
     step_timeout: PositiveFloat | None = 300.0
     """Seconds after which a step, reset or inference that makes no progress counts as a failed process."""
+    start_timeout: PositiveFloat = 180.0
+    """Seconds after which an import, construction or reset that makes no progress counts as a failed start."""
 
     @field_validator("device")
     @classmethod
@@ -351,6 +353,13 @@ class Config(Section, Generic[E, H]):
     network: NetworkOptions = NetworkOptions()
     runtime: RuntimeOptions = RuntimeOptions()
     output: OutputOptions = OutputOptions()
+
+    @field_validator("env")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable():
+            raise refused(f"`env` must be a name without control characters, got {value!r}")
+        return value
 
     @field_validator("algo")
     @classmethod

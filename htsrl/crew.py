@@ -42,8 +42,6 @@ from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
 from htsrl.storage.trace import lane_mark
 
-# Start-up imports torch, builds environments and replays episodes; after this long without a sign something is wrong.
-START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 5.0
 MEMORY_EVERY_S = 10.0
 # A reported failure that comes back at the same step would come back for ever. Whoever kills processes from outside may
@@ -124,7 +122,7 @@ class Crew:
         self._config, self._spec, self._layout, self._arena, self._logs = config, spec, layout, arena, logs
         self._delay_ms = delay_ms
         self._control = arena.views("control")
-        self._start_timeout = max(START_TIMEOUT_S, config.runtime.step_timeout or 0.0)
+        self._up = False
         self._measured_at = -math.inf
         self._failure: RunFailed | None = None
         self._stopping = False
@@ -156,16 +154,13 @@ class Crew:
     # ------------------------------------------------------------------------------------------- for the main thread
 
     def await_ready(self) -> None:
-        """Wait until every process is ready to work; a start that can't finish says who did not come up."""
+        """Wait until every process is ready to work; a start that can't finish says who did not come up, and why."""
         with self.changes:
             while not all(child.ready for child in self.children):
                 self.check()
-                deadline = max(child.since for child in self.children if not child.ready) + self._start_timeout
-                if time.monotonic() > deadline:
-                    missing = ", ".join(str(child) for child in self.children if not child.ready)
-                    raise RunFailed(f"no sign of life for {self._start_timeout:.0f} s at the start from: {missing}")
-                self.changes.wait(deadline - time.monotonic() + 0.1)
+                self.changes.wait()
             self.check()
+            self._up = True
 
     def begin_interval(self) -> None:
         """Let the executors begin the interval that the control block announces."""
@@ -282,13 +277,12 @@ class Crew:
 
     def _supervise(self) -> None:
         """Wait on every child and on the barrier until the run stops."""
-        timeout = self._config.runtime.step_timeout
         while not self._stopping and self._failure is None:
             try:
                 lines = {child.reports: child for child in self.children if not child.reports.closed}
                 ended = {child.pidfd: child for child in self.children}
                 waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
-                events = wait(waited, timeout and timeout / 4)
+                events = wait(waited, self._patience())
                 with self.changes:
                     if self._stopping:
                         return
@@ -300,8 +294,7 @@ class Crew:
                     for event in events:
                         if event in ended:
                             self._replace(ended[event])
-                    if timeout:
-                        self._kill_hung(timeout)
+                    self._kill_hung()
             except RunFailed as failure:
                 self._failure = failure
             except Exception as error:
@@ -385,20 +378,41 @@ class Crew:
             self._to_actor[a][1].post(g)
             self._to_executor[int(self._layout.executor_of[g])][1].post(g)
 
-    def _kill_hung(self, timeout: float) -> None:
-        """Kill children that have had something to do for ``timeout`` seconds without getting anywhere."""
+    def _limit(self, child: Child) -> float | None:
+        """For how many seconds ``child`` may show no progress."""
+        runtime = self._config.runtime
+        return runtime.step_timeout if child.ready else runtime.start_timeout
+
+    def _patience(self) -> float | None:
+        """For how many seconds nobody has to be looked after."""
+        limits = [limit for child in self.children if (limit := self._limit(child)) is not None]
+        return min(limits) / 4 if limits else None
+
+    def _kill_hung(self) -> None:
+        """Kill children that have had something to do for too long without getting anywhere.
+
+        Raises:
+            RunFailed: the run has not come up yet; the next try would only take as long.
+        """
         now = time.monotonic()
+        hung = []
         for child in self.children:
             progress, idle = self._progress(child)
-            limit = timeout if child.ready else self._start_timeout
+            limit = self._limit(child)
             if child.ready and (idle or progress != child.progress):
                 child.progress, child.since = progress, now
-            elif now - child.since > limit and child.fault is None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(child.pidfd, Stack.REQUEST)
-                time.sleep(0.2)  # time to write the stack, if it still can
-                child.fault = {"kind": "hung", "seconds": now - child.since, "stack": child.stack.read()}
-                child.kill()
+            elif limit is not None and now - child.since > limit and child.fault is None:
+                hung.append(child)
+        for child in hung:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child.pidfd, Stack.REQUEST)
+        if hung:
+            time.sleep(Stack.SECONDS)
+        for child in hung:
+            child.fault = {"kind": "hung", "seconds": now - child.since, "stack": child.stack.read()}
+            child.kill()
+        if hung and not self._up:
+            raise RunFailed("\n".join(str(self._reason(child)) for child in hung))
 
     def _progress(self, child: Child) -> tuple[int, bool]:
         """A number that grows with a child's work, and whether it has nothing to do."""
@@ -438,8 +452,10 @@ class Crew:
             hint = " (the system kills processes like this when memory runs out)" if code == -9 else ""
             return RunFailed(f"{child} {how} without a word{hint}")
         if fault["kind"] == "hung":
-            stack = fault["stack"] or "it could not write its stack: the process is stopped"
-            return RunFailed(f"{child} has made no progress for {fault['seconds']:.0f} s (--step-timeout):\n{stack}")
+            stack = fault["stack"] or "it could not write its stack: it is stopped, or not in Python yet"
+            what = "has made no progress" if child.ready else "did not come up: no sign of life"
+            flag = "--step-timeout" if child.ready else "--start-timeout"
+            return RunFailed(f"{child} {what} for {fault['seconds']:.0f} s ({flag}):\n{stack}")
         if fault["kind"] == "internal":
             return RunFailed(f"{child} failed:\n{fault['traceback']}")
         action = "" if fault["action"] is None else f", action {fault['action']}"

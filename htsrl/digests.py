@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from htsrl.errors import ConfigError
+from htsrl.logfiles import read_json_lines
 from htsrl.rundir import DIGESTS
 from htsrl.storage.digest import losses_digest, parameters_digest
 
@@ -118,16 +118,11 @@ def read_digests(run_dir: Path) -> dict[int, Digests]:
         ConfigError: the run has recorded none, or a line is not a record.
     """
     path = run_dir / DIGESTS
-    lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ()
     records: dict[int, Digests] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            record = json.loads(line)
-            records[int(record["interval"])] = {name: str(record[name]) for name in DIGESTED}
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"line {number} of {path} is not a record of digests") from None
+    for record in read_json_lines(path, "interval"):
+        if not all(isinstance(record.get(name), str) for name in DIGESTED):
+            raise ConfigError(f"the record of interval {record['interval']} in {path} is not one of digests")
+        records[record["interval"]] = {name: record[name] for name in DIGESTED}
     if not records:
         raise ConfigError(f"{run_dir} has recorded no digests; train with --record-digests, then it can be replayed")
     return records

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +23,18 @@ from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
 from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
-from htsrl.actors.reports import Stack, reported, send_ready
-from htsrl.checkpoint import load_checkpoint, newest_checkpoint
+from htsrl.actors.reports import Stack, reported, send_ready, signs_of_life
+from htsrl.checkpoint import newest_checkpoint
 from htsrl.config import AnyConfig
+from htsrl.envs import checks
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError
+from htsrl.errors import ConfigError, EnvironmentFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
+from htsrl.restoring import load_run_checkpoint
 from htsrl.rundir import require_run, update_result
 from htsrl.tomlfile import load_config
+from htsrl.usercode import refuse_code_in
 
 # Episodes played side by side. Every episode that is started is counted, whatever its length.
 SLOTS = 8
@@ -54,16 +60,23 @@ def evaluate(
     episodes: int,
     stochastic: bool,
     film: Callable[[np.ndarray | None], None] | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
     """Play ``episodes`` episodes and return ``return``, ``length`` and ``score``, each [episodes].
 
     Episode k starts from ``evaluation_seed(seed, k)`` and has its own noise, so that its course depends neither on the
     number of parallel episodes nor on the order in which they end. ``stochastic`` samples actions; otherwise the most
-    likely action is taken. ``film`` gets a picture [height, width, 3] uint8 of every step of episode 0.
+    likely action is taken. ``film`` gets a picture [height, width, 3] uint8 of every step of episode 0; ``alive`` is
+    called after every step and reset.
+
+    Raises:
+        EnvironmentFailed: the environment raised, or returned what it must not.
+        RunFailed: the policy's action was NaN.
     """
     results = {name: np.full(episodes, np.nan) for name in ("return", "length", "score")}
     to_env = action_converter(spec.action)
     limit = spec.max_episode_steps or math.inf
+    stored = spec.observation_shape, spec.observation_dtype
     device = next(model.parameters()).device
     batch = InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
     waiting = list(range(episodes))[::-1]
@@ -73,7 +86,9 @@ def evaluate(
             env.close()
             return None
         episode = waiting.pop()
-        obs = env.reset(seed=rng.evaluation_seed(seed, episode))
+        with blaming(spec, episode, 0):
+            obs = checks.observation(env.reset(seed=rng.evaluation_seed(seed, episode)), *stored)
+        alive()
         if film is not None and episode == 0:
             film(env.render())
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
@@ -92,20 +107,37 @@ def evaluate(
         # Step each; an episode that ended makes room for the next
         slots = []
         for slot, action in zip(playing, to_env(answer.action)):
-            obs, reward, terminated, truncated, info = slot.env.step(action)
+            with blaming(spec, slot.episode, slot.steps):
+                obs, reward, terminated, truncated, info = slot.env.step(action)
+                obs = checks.observation(obs, *stored)
+                slot.reward += checks.number("reward", info["raw_reward"] if spec.has_raw_reward else reward)
+                ended = checks.flag("terminated", terminated) or checks.flag("truncated", truncated)
+                score = info.get("score", np.nan)
+            alive()
             if film is not None and slot.episode == 0:
                 film(slot.env.render())
             slot.steps += 1
-            slot.reward += info["raw_reward"] if spec.has_raw_reward else reward
-            if terminated or truncated or slot.steps >= limit:
+            if ended or slot.steps >= limit:
                 results["return"][slot.episode] = slot.reward
                 results["length"][slot.episode] = slot.steps
-                results["score"][slot.episode] = info.get("score", np.nan)
+                results["score"][slot.episode] = score
                 slots.append(begin(slot.env))
             else:
                 slot.obs = np.array(obs)
                 slots.append(slot)
     return results
+
+
+@contextmanager
+def blaming(spec: EnvSpec, episode: int, step: int) -> Iterator[None]:
+    """Turn whatever the environment raises into an EnvironmentFailed that says where."""
+    try:
+        yield
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise EnvironmentFailed(
+            f"{spec.env_id} failed in evaluation episode {episode}, step {step}:\n{trace}"
+        ) from error
 
 
 def summarise(results: dict[str, np.ndarray], spec: EnvSpec) -> dict[str, float]:
@@ -134,11 +166,16 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     """
     require_run(run_dir)
     config = load_config(run_dir / "config.toml")
-    checkpoint = load_checkpoint(newest_checkpoint(run_dir))
+    refuse_code_in(run_dir, config.env, config.network.network)
+    path = newest_checkpoint(run_dir)
+    checkpoint = load_run_checkpoint(path)
     spec = envs.describe(config.env, config.environment)
     determinism.enable()
     model = build_model(spec, config.network, config.seed)
-    FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
+    try:
+        FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint {path} doesn't fit this run's network: {error}") from None
     with filming(video, spec) as film:
         results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
@@ -189,13 +226,15 @@ def run_evaluator(ports: EvaluatorPorts) -> None:
         config, output = ports.config, ports.config.output
         model = build_model(ports.spec, config.network, config.seed)
         parameters = FlatParameters(model, gradients=False)
+        alive = signs_of_life(ports.lines)
         send_ready(ports.lines)
         while True:
             steps = json.loads(ports.requests.recv_bytes())
             parameters.load(safetensors.numpy.load(ports.requests.recv_bytes()))
             results = evaluate(
-                model, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic
-            )
+                model, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic,
+                alive=alive,
+            )  # fmt: skip
             summary = {"steps": steps, "stochastic": output.eval_stochastic} | summarise(results, ports.spec)
             ports.lines.reports.send_bytes(json.dumps({"kind": "evaluation"} | summary).encode())
 
@@ -205,7 +244,7 @@ class Evaluator:
 
     Results arrive later than their request, and carry its step count; parameters travel with the request, so no
     evaluation ever sees half an update. One request is under way at a time, sent when the process waits for it; an
-    evaluation that fails twice is the last: the run goes on without.
+    evaluation that fails or hangs twice is the last: the run goes on without.
     """
 
     # With more requests than this waiting, evaluation is too slow for its cadence: further ones are left out.
@@ -240,20 +279,24 @@ class Evaluator:
         """Evaluations that have arrived since the last call, after waiting up to ``wait_s`` seconds for the next."""
         arrived: list[dict[str, float]] = []
         while self._failures <= 1 and self._reports.poll(0.0 if arrived else wait_s):
+            self._heard = time.monotonic()
             try:
                 report = json.loads(self._reports.recv_bytes())
             except (EOFError, OSError):
                 self._fail("the evaluator ended without a word")
                 continue
             kind = report.pop("kind")
+            if kind == "progress":
+                continue
             if kind == "evaluation":
                 del self._waiting[int(report["steps"])]
                 arrived.append(report)
             if kind in ("evaluation", "ready"):
-                self._idle = True
+                self._idle = self._ready = True
                 self._send_next()
             else:
                 self._fail(report["traceback"].splitlines()[-1])
+        self._fail_if_hung()
         return arrived
 
     def take_events(self) -> list[str]:
@@ -284,7 +327,8 @@ class Evaluator:
             end.close()
 
     def _start(self) -> None:
-        self._idle = False
+        self._idle = self._ready = False
+        self._heard = time.monotonic()
         self._lifeline, self._hold_lifeline = mailbox()
         self._reports, report = multiprocessing.Pipe(duplex=False)
         requests, self._requests = multiprocessing.Pipe(duplex=False)
@@ -300,11 +344,25 @@ class Evaluator:
             return
         steps = next(iter(self._waiting))
         self._idle = False
+        self._heard = time.monotonic()
         try:
             self._requests.send_bytes(json.dumps(steps).encode())
             self._requests.send_bytes(safetensors.numpy.save(self._waiting[steps]))
         except OSError:
             pass  # it has ended, which `results` will notice
+
+    def _fail_if_hung(self) -> None:
+        """Give up a process that has something to do and has shown no sign of life for too long."""
+        runtime = self._config.runtime
+        limit = runtime.step_timeout if self._ready else runtime.start_timeout
+        silent = time.monotonic() - self._heard
+        if self._failures > 1 or self._idle or limit is None or silent < limit:
+            return
+        what = f"has made no progress for {silent:.0f} s" if self._ready else f"did not come up within {silent:.0f} s"
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, Stack.REQUEST)
+        time.sleep(Stack.SECONDS)
+        self._fail(f"the evaluator {what}:\n{self._stack.read() or 'it could not write its stack'}")
 
     def _fail(self, reason: str) -> None:
         """Start again, once."""

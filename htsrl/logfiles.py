@@ -7,19 +7,31 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from htsrl.errors import ConfigError
 from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain, write_atomically
+
+MOST_BYTES = 1 << 20
+"""Of a line."""
 
 
 class JsonLines:
     """A file of one JSON object per line, of which no crash leaves half a line in front of another."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending; a half line, left by a machine that went down, is cut off."""
+        """Open ``path`` for appending; a half line, left by a machine that went down, is cut off.
+
+        Raises:
+            ConfigError: it can't be opened, or is a link to somewhere else.
+        """
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written to: {(error.strerror or str(error)).lower()}") from None
         self._cut_half_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -57,14 +69,41 @@ class JsonLines:
         os.ftruncate(self._file, 0)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file that may still be written to: a half line at its end is left out, as is a missing file."""
-    if not path.exists():
+def read_json_lines(path: Path, *counts: str) -> Iterator[dict[str, Any]]:
+    """The records of a file that may still be written to: a half line at its end is left out, as is a missing file.
+
+    Every record has ``counts``, which are whole numbers; other numbers are finite and of 64 bits.
+
+    Raises:
+        ConfigError: a line is no such record.
+    """
+    if not path.is_file():
         return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES), b""), start=1):
+            if not line.endswith(b"\n") and len(line) < MOST_BYTES:
+                return
+            try:
+                record = json.loads(line, parse_int=_int64, parse_float=_finite, parse_constant=_finite)
+                if not isinstance(record, dict) or any(type(record[name]) is not int for name in counts):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ConfigError(f"line {number} of {path} is damaged: it is no record of a run") from None
+            yield record
+
+
+def _int64(text: str) -> int:
+    """Numbers beyond that are written by nobody, and would not fit where they are used."""
+    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(text)
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    """A run writes null for what is not finite."""
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return float(text)
 
 
 def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None:
@@ -73,16 +112,20 @@ def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None
     ``repeated`` are the steps of evaluations that will be made again.
 
     TensorBoard's files are removed: the reporter writes them again from the other two.
+
+    Raises:
+        ConfigError: a line of a log file is damaged; no file was changed.
     """
-    kept: dict[str, Callable[[dict[str, Any]], bool]] = {
-        METRICS: lambda record: record["interval"] < interval,
-        EVALUATIONS: lambda record: record["steps"] <= steps and record["steps"] not in repeated,
+    kept: dict[str, tuple[tuple[str, ...], Callable[[int], bool]]] = {
+        METRICS: (("interval", "steps"), lambda j: j < interval),
+        EVALUATIONS: (("steps",), lambda at: at <= steps and at not in repeated),
     }
-    if (run_dir / DIGESTS).exists():
-        kept[DIGESTS] = kept[METRICS]
-    for name, keep in kept.items():
-        records = [record for record in read_json_lines(run_dir / name) if keep(record)]
-        write_atomically(run_dir / name, "".join(json.dumps(record) + "\n" for record in records).encode())
+    if (run_dir / DIGESTS).is_file():
+        kept[DIGESTS] = (("interval",), lambda j: j < interval)
+    records = {name: list(read_json_lines(run_dir / name, *counts)) for name, (counts, _) in kept.items()}
+    for name, ((count, *_), keep) in kept.items():
+        lines = [json.dumps(record) + "\n" for record in records[name] if keep(record[count])]
+        write_atomically(run_dir / name, "".join(lines).encode())
     for events in run_dir.glob("events.out.tfevents.*"):
         events.unlink()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -64,7 +64,8 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> None:
 
     runs = [_read(run_dir, label) for run_dir, label in zip(run_dirs, _labels(run_dirs))]
     measures = [measure for measure in MEASURES if measure == "return" or any(len(run.of(measure)[0]) for run in runs)]
-    longest = max(run.intervals[-1].get("seconds") or 0.0 for run in runs)
+    lasted = [run.intervals[-1].get("seconds") for run in runs]
+    longest = max(float(seconds) if _real(seconds) else 0.0 for seconds in lasted)
     unit, unit_name = next(each for each in UNITS if longest > 3 * each[0] or each[0] == 1)
 
     figure = Figure(figsize=(11, 4.2 * len(measures) + 0.6 + 0.22 * len(runs)), layout="constrained")
@@ -106,14 +107,14 @@ def _draw_run(row: Sequence[Axes], run: Curves, measure: str, unit: float) -> No
 
 def _read(run_dir: Path, label: str) -> Curves:
     require_run(run_dir)
-    intervals = list(read_json_lines(run_dir / METRICS))
+    intervals = list(read_json_lines(run_dir / METRICS, "steps"))
     if not intervals:
         raise ConfigError(f"{run_dir} has no finished interval yet")
     config = load_config(run_dir / CONFIG)
     return Curves(
-        f"{label} ({config.algo} on {config.env}, {config.runtime.schedule}, seed {config.seed})",
+        f"{label} ({config.algo} on {config.env}, {config.runtime.schedule}, seed {config.seed})".replace("$", r"\$"),
         intervals,
-        list(read_json_lines(run_dir / EVALUATIONS)),
+        list(read_json_lines(run_dir / EVALUATIONS, "steps")),
     )
 
 
@@ -123,10 +124,10 @@ def _labels(run_dirs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
 
 
-def _real(value: Any) -> bool:
-    return value is not None and math.isfinite(value)
+def _real(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _columns(rows: list[tuple[Any, ...]], count: int) -> tuple[np.ndarray, ...]:
-    """Rows of numbers as ``count`` arrays; what is missing is NaN."""
-    return tuple(np.array([math.nan if row[k] is None else row[k] for row in rows], float) for k in range(count))
+    """Rows of numbers as ``count`` arrays; what is missing, or no number, is NaN."""
+    return tuple(np.array([row[k] if _real(row[k]) else math.nan for row in rows], float) for k in range(count))

@@ -85,9 +85,9 @@ class Reporter:
 
     def _draw_past(self) -> None:
         """Write what the run's files hold already as TensorBoard events."""
-        for record in read_json_lines(self._run_dir / METRICS):
+        for record in read_json_lines(self._run_dir / METRICS, "steps"):
             self._append(EVENTS, record)
-        for record in read_json_lines(self._run_dir / EVALUATIONS):
+        for record in read_json_lines(self._run_dir / EVALUATIONS, "steps"):
             self._append(EVENTS, evaluation_scalars(record))
 
     def _append(self, name: str, record: dict[str, Any]) -> None:

@@ -11,7 +11,9 @@ import torch
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
+from htsrl.storage.fields import rollout_fields
 from htsrl.storage.layout import Layout
+from htsrl.storage.memory import total_bytes
 
 # A process can be handed 256 descriptors at its start; an actor gets one for each executor, and the other way round.
 MOST_PROCESSES = 200
@@ -21,8 +23,9 @@ def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
     """Fill in what decides bits and was left to the machine: the device and the learner's threads.
 
     Raises:
-        ConfigError: the device does not exist.
+        ConfigError: the device does not exist, or the storages don't fit into this machine's memory.
     """
+    refuse_too_large(config, spec)
     device = resolve_device(config.runtime.device)
     threads = config.runtime.learner_threads
     if threads == "auto":
@@ -32,6 +35,22 @@ def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
         threads = available_cores() if heavy and device == "cpu" else 1
     runtime = config.runtime.model_copy(update={"device": device, "learner_threads": threads})
     return config.model_copy(update={"runtime": runtime})
+
+
+def refuse_too_large(config: AnyConfig, spec: EnvSpec) -> None:
+    """Refuse storages that this machine's memory can't hold: the system would kill the run when they fill.
+
+    Raises:
+        ConfigError: naming needed and available.
+    """
+    T, N = config.runtime.sync_interval, config.runtime.num_envs
+    needed = 2 * total_bytes({"storage": rollout_fields(spec, T, N, noise_size=0)})
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ConfigError(
+            f"two storages of {N} replicas x {T} steps of {spec.env_id} need {needed / 2**30:.3g} GiB, and this "
+            f"machine has {memory / 2**30:.3g}: use fewer --num-envs, or a shorter --sync-interval"
+        )
 
 
 def resolve_device(device: str) -> str:

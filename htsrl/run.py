@@ -29,7 +29,7 @@ from htsrl.config import AnyConfig
 from htsrl.crew import Crew
 from htsrl.digests import interval_digests
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import RunFailed
+from htsrl.errors import ConfigError, RunFailed
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
 from htsrl.report import Reporter
@@ -108,7 +108,7 @@ class Run:
         ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
 
         Raises:
-            ConfigError: the layout needs more file handles than there are.
+            ConfigError: the layout needs more file handles than there are; the initial weights don't fit.
         """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
@@ -122,7 +122,10 @@ class Run:
         self.layout = layout_for(config, spec)
         self.arena = self.allocate()
         if checkpoint is None and (run_dir / INITIAL).exists():
-            self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
+            try:
+                self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
+            except ValueError as error:
+                raise ConfigError(f"{run_dir / INITIAL} doesn't fit this run's network: {error}") from None
         if checkpoint is not None:
             self.progress = Progress.restored(checkpoint)
             self.reproducible = checkpoint.state["reproducible"]
@@ -146,6 +149,7 @@ class Run:
                 self.evaluator.restore(checkpoint.group("evaluation") if checkpoint is not None else {})
             self.crew = self.crew_class(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
             opened.callback(self.crew.stop)
+            self.learner.interrupt_with(self.crew.check)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Run:

@@ -22,6 +22,7 @@ EVALUATIONS = "evaluations.jsonl"
 DIGESTS = "digests.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+FAILURE = "failure"  # what there is to look at after a loss that was not finite
 INITIAL = "initial.safetensors"  # the weights from which a forked run began
 
 
@@ -86,7 +87,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        # Not through a link that somebody has put there
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -106,9 +108,9 @@ def update_result(run_dir: Path, values: dict[str, Any]) -> None:
     path = run_dir / RESULT
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         result = {}
-    result |= plain(values)
+    result = (result if isinstance(result, dict) else {}) | plain(values)
     write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
 
 

@@ -6,6 +6,7 @@ Keys ``algo``, ``env``, ``total_steps`` and ``seed`` stand above the tables ``[a
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -15,6 +16,8 @@ from htsrl.config import AnyConfig
 from htsrl.errors import ConfigError
 from htsrl.rundir import write_atomically
 from htsrl.settings import SECTIONS, TOP, Layer, every_setting, near, resolve, shown
+
+_MOST_BYTES = 1 << 20
 
 
 def load_config(path: Path | str) -> AnyConfig:
@@ -47,10 +50,15 @@ def toml_layer(path: Path) -> Layer:
         ConfigError: no such file, not TOML, an unknown table, or a key in the wrong one.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{path} is no configuration: it is larger than {_MOST_BYTES >> 20} MiB")
+        document = tomllib.loads(content.decode("utf-8"))
+        json.dumps(document, default=str)  # refuses numbers of thousands of digits, which nothing could print either
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {(error.strerror or str(error)).lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
     values: dict[str, Any] = {}

@@ -15,21 +15,24 @@ from htsrl.async_run import AsyncRun
 from htsrl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, newest_checkpoint, write_checkpoint
 from htsrl.config import AnyConfig, OutputOptions
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError
+from htsrl.errors import ConfigError, NonFinite
+from htsrl.failure import save_failure
 from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
+from htsrl.restoring import load_run_checkpoint, refuse_unfit
 from htsrl.run import Result, Run
 from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, RESULT, alone_in, create_run_dir, require_run, update_result
 from htsrl.settings import Layer, flat, overlay
 from htsrl.tomlfile import load_config, save_config
 from htsrl.tracefile import refuse_unwritable
+from htsrl.usercode import refuse_code_in
 
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
     {
-        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout",
+        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout", "start_timeout",
         "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
         "tensorboard", "record_digests", "progress", "trace", "trace_after", "trace_intervals",
     }
@@ -70,6 +73,7 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     """
     require_run(run_dir)
     before = load_config(run_dir / CONFIG)
+    refuse_code_in(run_dir, before.env, before.network.network)
     config = overlay(before, Layer({**NO_TRACE, **changes.values}, changes.spell))
     refuse_changed_results(before, config, changes)
     refuse_unwritable(config.output.trace, run_dir)
@@ -77,6 +81,10 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
     config = resolve(config, spec)
     checkpoint, damaged = last_good_checkpoint(run_dir)
     notes = [f"{reason}; it is set aside, going on from the one before it" for _, reason in damaged]
+    if checkpoint is None and damaged:
+        raise ConfigError(
+            f"{damaged[0][1]}, and no other of this run is sound; delete {run_dir / CHECKPOINTS} to start over"
+        )
     if checkpoint is None:
         notes.append("there is no checkpoint yet: starting over")
     else:
@@ -85,6 +93,7 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
                 update_result(run_dir, checkpoint.state["result"])
             return None
         refuse_changed_environment(checkpoint, spec)
+        refuse_unfit(run_dir, checkpoint, config, spec)
         differences = changed_fingerprint(checkpoint, config)
         if differences:
             notes.append(f"not the same machine or packages as before ({differences}): bits may differ from here on")
@@ -112,6 +121,7 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     config = overlay(
         load_config(source / CONFIG), Layer({"run_dir": None, **NO_TRACE, **changes.values}, changes.spell)
     )
+    refuse_code_in(source, config.env, config.network.network)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
@@ -136,9 +146,12 @@ def _execute(
         for note in notes or ():
             reporter.note(note)
         kind = AsyncRun if config.runtime.schedule == "async" else Run
-        with interrupts() as stop, kind(config, spec, run_dir, reporter, checkpoint) as run:
-            run.train(stop)
-            return run.result
+        try:
+            with interrupts() as stop, kind(config, spec, run_dir, reporter, checkpoint) as run:
+                run.train(stop)
+                return run.result
+        except NonFinite as failure:
+            raise save_failure(run_dir, failure) from None
 
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
@@ -146,7 +159,7 @@ def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[tuple[P
     damaged: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(run_dir / CHECKPOINTS)):
         try:
-            return load_checkpoint(path), damaged
+            return load_run_checkpoint(path), damaged
         except ConfigError as error:
             damaged.append((path, str(error)))
     return None, damaged

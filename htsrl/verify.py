@@ -24,6 +24,7 @@ from htsrl.rundir import CONFIG, INITIAL, require_run
 from htsrl.tomlfile import load_config
 from htsrl.training import changed_environment, changed_fingerprint, last_good_checkpoint
 from htsrl.trials import Trial, with_layout, with_other_seed
+from htsrl.usercode import refuse_code_in
 
 # With --kills: the longest time between two strikes, and the time after which a stopped process counts as hung.
 LONGEST_PEACE_S = 1.0
@@ -197,6 +198,7 @@ def replay(run_dir: Path, layout: str | None = None, delay_ms: float = 0.0) -> R
     require_run(run_dir)
     recorded = read_digests(run_dir)
     config = load_config(run_dir / CONFIG)
+    refuse_code_in(run_dir, config.env, config.network.network)
     if layout is not None:
         config = with_layout(config, layout)
     spec = envs.describe(config.env, config.environment)
@@ -271,7 +273,7 @@ def prepare(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
 def temporary_run_dir(initial: Path | None = None) -> Iterator[Path]:
     """A folder that is gone afterwards; with the initial weights of a forked run, if there are any."""
     with tempfile.TemporaryDirectory(prefix="htsrl-verify-") as folder:
-        if initial is not None and initial.exists():
+        if initial is not None and initial.is_file():
             shutil.copy(initial, Path(folder) / INITIAL)
         yield Path(folder)
 

@@ -36,7 +36,7 @@ class A2C:
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """One gradient step on all of ``rollout``; ``progress`` in 0..1 is the used share of the step budget.
 
-        ``rng`` is every algorithm's argument; nothing is drawn here. RunFailed before the step where the loss or its
+        ``rng`` is every algorithm's argument; nothing is drawn here. NonFinite before the step where the loss or its
         gradient is not finite.
         """
         options = self.options
@@ -58,7 +58,7 @@ class A2C:
             terms = accumulate_gradient(self.model, self.parameters, batch, everything, self._loss)
             norms = clip_gradient(self.parameters, options.max_grad_norm)
             records.append(torch.cat((terms, norms)))
-            require_finite(records[-1], progress, 0, 0)
+            require_finite(records, TERMS, (0, 0), lambda: batch.named(everything))
 
             # Its application.
             mark("optimizer", 0, 0)

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from htsrl.errors import RunFailed
+from htsrl.errors import NonFinite
 from htsrl.learner.minibatches import Batch, Rows, piece_rows
 from htsrl.models import ActorCritic, FlatParameters
 from htsrl.models.flat import Shard
 
+NORMS = ("grad_norm", "grad_norm_clipped")
+"""What a step records after its loss's terms."""
 Loss = Callable[[torch.Tensor, torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -74,10 +76,13 @@ def workers(count: int) -> ThreadPoolExecutor:
 
 
 def clip_gradient(parameters: FlatParameters, max_norm: float) -> torch.Tensor:
-    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2]."""
+    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2].
+
+    A gradient that is not finite stays as it is, to be looked at: scaling would turn all of it into zeros and NaN.
+    """
     vector = gradient(parameters)
     before = torch.linalg.vector_norm(vector)
-    vector.mul_((max_norm / (before + 1e-6)).clamp(max=1.0))
+    vector.mul_(torch.where(before.isfinite(), (max_norm / (before + 1e-6)).clamp(max=1.0), 1.0))
     return torch.stack((before, torch.linalg.vector_norm(vector)))
 
 
@@ -88,14 +93,34 @@ def gradient(parameters: FlatParameters) -> torch.Tensor:
     return vector
 
 
-def require_finite(record: torch.Tensor, progress: float, epoch: int, minibatch: int) -> None:
-    """RunFailed where ``record`` (loss terms and gradient norms of one minibatch) holds NaN or infinity."""
-    if not math.isfinite(float(record.sum())):
-        raise RunFailed(
-            f"the loss or its gradient is not finite after {progress:.2%} of the run, in epoch {epoch}, minibatch "
-            f"{minibatch} of the update (loss {float(record[0]):g}, gradient norm {float(record[-2]):g}): try a lower "
-            "learning rate, and look for NaN or huge numbers in the environment's observations and rewards"
-        )
+def require_finite(
+    records: list[torch.Tensor],
+    terms: tuple[str, ...],
+    place: tuple[int, int],
+    minibatch: Callable[[], dict[str, torch.Tensor]],
+    *,
+    stepped: bool = False,
+) -> None:
+    """NonFinite where the last of ``records`` holds NaN or infinity, to be called before the optimizer's step.
+
+    Args:
+        records: of each gradient step of this update so far, its loss ``terms`` and both gradient norms [terms + 2].
+        terms: the names of the loss's terms; the first is the loss.
+        place: epoch and minibatch of the last step.
+        minibatch: gives the step's rows [M, ...] by name; ``index`` is t * N + n of each.
+        stepped: the optimizer has made this step already, and may have made others after it.
+    """
+    record = records[-1]
+    if math.isfinite(float(record.sum())):
+        return
+    epoch, number = place
+    tensors = {f"minibatch/{name}": column.cpu().numpy() for name, column in minibatch().items()}
+    raise NonFinite(
+        f"the loss or its gradient is not finite in epoch {epoch}, minibatch {number} of the update (loss "
+        f"{float(record[0]):g}, gradient norm {float(record[-2]):g})",
+        {"epoch": epoch, "minibatch": number, "stepped": stepped, "records": [*terms, *NORMS]},
+        {**tensors, "records": torch.stack(records).cpu().numpy()},
+    )
 
 
 def summary(records: torch.Tensor, terms: tuple[str, ...], learning_rate: float) -> dict[str, float]:

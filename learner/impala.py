@@ -7,6 +7,9 @@ which a large one is computed, are whole columns of the rollout.
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -76,7 +79,7 @@ class IMPALA:
                 learned.append(targets)
             norms = clip_gradient(self.parameters, options.max_grad_norm)
             records.append(torch.cat((torch.stack(terms).sum(0), norms)))
-            require_finite(records[-1], progress, 0, number)
+            require_finite(records, TERMS, (0, number), partial(named, rollout, chosen))
 
             # Its application
             self.optimizer.step()
@@ -146,3 +149,11 @@ def explained_variance(learned: list[Host]) -> float:
     if not learned:
         return 0.0
     return returns.explained_variance(*(np.concatenate(columns, axis=1) for columns in zip(*learned, strict=True)))
+
+
+def named(rollout: Rollout, chosen: np.ndarray) -> dict[str, torch.Tensor]:
+    """The rows [M, ...] of the columns ``chosen`` [C] by name; ``index`` is t * N + n of each."""
+    T, N = rollout.reward.shape
+    index = torch.from_numpy((np.arange(T)[:, None] * N + chosen).ravel())
+    columns = {each.name: getattr(rollout, each.name)[:T].flatten(0, 1) for each in fields(rollout)}
+    return {"index": index, **{name: column[index.to(column.device)] for name, column in columns.items()}}

@@ -10,6 +10,7 @@ import torch
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
+from htsrl.errors import NonFinite
 from htsrl.learner import make_algorithm
 from htsrl.learner.allocator import keep_freed_memory
 from htsrl.learner.delayed import delayed_update
@@ -32,6 +33,7 @@ class Learner:
         keep_freed_memory()
         self.device = device
         self.seed = config.seed
+        self.num_envs = config.runtime.num_envs
         self.lag = 1 if config.runtime.schedule == "hts" else 0
         self.lag_varies = config.runtime.schedule == "async"
         self.model = build_model(spec, config.network, config.seed).to(device)
@@ -60,22 +62,31 @@ class Learner:
         Args:
             storage: views of the rollout fields, all T rows written.
             progress: share of the step budget that was spent before this storage was filled, in [0, 1].
+
+        Raises:
+            NonFinite: a loss or gradient is; it carries the minibatch and this learner's state.
         """
         policy_lag = self._policy_lag(storage)
         metrics: dict[str, float] = {}
+        start = self.behaviour if self.lag else self.newest
 
         def update() -> None:
             rollout = self._rollout(storage)
             rng = generator(self.seed, Stream.MINIBATCH, self.version - self.lag)
             metrics.update(self.algorithm.update(rollout, progress, rng))
 
-        if self.lag:
-            after = delayed_update(self.newest, self.behaviour, self.parameters.vector, update)
-            self.behaviour, self.newest = self.newest, after
-        else:
-            self.parameters.vector.copy_(self.newest)
-            update()
-            self.behaviour = self.newest = self.parameters.vector.clone()
+        try:
+            if self.lag:
+                after = delayed_update(self.newest, start, self.parameters.vector, update)
+                self.behaviour, self.newest = self.newest, after
+            else:
+                self.parameters.vector.copy_(start)
+                update()
+                self.behaviour = self.newest = self.parameters.vector.clone()
+        except NonFinite as failure:
+            failure.numbers |= {"interval": self.version - self.lag, "progress": progress}
+            failure.tensors |= self._evidence(failure, start)
+            raise
         self.version += 1
         return metrics | {"policy_lag": policy_lag}
 
@@ -88,6 +99,10 @@ class Learner:
         (lag,) = (self.version - storage.behaviour_version).tolist()
         assert lag == self.lag, f"policy lag is {lag}, but this schedule's is {self.lag}"
         return lag
+
+    def interrupt_with(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before every forward pass of the learner: what it raises ends an update of any length."""
+        self.model.register_forward_pre_hook(lambda *_: check())
 
     def named(self, vector: torch.Tensor) -> dict[str, np.ndarray]:
         """The parameters of ``vector`` [P] by name. Overwrites the model's, which every update sets anew."""
@@ -110,6 +125,21 @@ class Learner:
         self.newest = self.parameters.vector.clone()
         self.algorithm.load_state({name: torch.from_numpy(a) for name, a in tensors("algorithm").items()})
         self.version = version
+
+    def _evidence(self, failure: NonFinite, start: torch.Tensor) -> dict[str, np.ndarray]:
+        """What ``failure`` lacks: where its rows stand, and the state of an update that began at ``start`` [P].
+
+        After a step with a gradient that is not finite the state is worthless, and all of it but ``start`` left out.
+        """
+        t, n = np.divmod(failure.tensors["minibatch/index"], self.num_envs)
+        tensors = {"minibatch/t": t, "minibatch/n": n}
+        if not failure.numbers["stepped"]:
+            tensors |= {
+                **{f"gradient/{name}": array for name, array in self.parameters.gradients()},
+                **{f"parameters/{name}": array for name, array in self.parameters.items()},
+                **{f"algorithm/{name}": tensor.cpu().numpy() for name, tensor in self.algorithm.state().items()},
+            }
+        return tensors | {f"behaviour/{name}": array for name, array in self.named(start).items()}
 
     def _rollout(self, storage: Any) -> Rollout:
         """The storage as tensors on this device; the last value row is made here, with the behaviour parameters."""

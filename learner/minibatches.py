@@ -71,6 +71,11 @@ class Batch:
         columns = (self.action, self.log_prob, self.value, self.advantage, self.value_target)
         return Rows(take, torch.from_numpy(weight).to(device), *(column[take] for column in columns))
 
+    def named(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """The columns of ``rows`` [M] by name, with their observations."""
+        columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
+        return {**columns, "obs": self.obs.index_select(0, rows.index)}
+
 
 def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
     """Advantages and λ-return targets of ``rollout``, computed on the host, beside its flattened rows."""

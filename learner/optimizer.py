@@ -32,7 +32,27 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, torch.Tensor]) -> None:
-    """Go on from what ``optimizer_state`` returned, on whatever device the parameters are."""
+    """Go on from what ``optimizer_state`` returned, on whatever device the parameters are.
+
+    Raises:
+        ValueError: that is not the state of such an optimizer and vector.
+    """
+    (vector,) = optimizer.param_groups[0]["params"]
+    expected = {
+        name: (torch.float32, vector.shape if moment.dim() else ()) for name, moment in _made(optimizer).items()
+    }
+    got = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
+    if state and got != expected:
+        raise ValueError(f"this is no state of {type(optimizer).__name__}: {got}")
     # PyTorch would keep tensors that are already in the right place: later steps must not change the caller's.
     moments = {name: tensor.clone() for name, tensor in state.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments} if moments else {}})
+
+
+def _made(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state that an optimizer like this makes for a vector of one number."""
+    number = torch.zeros(1, requires_grad=True)
+    number.grad = torch.zeros(1)
+    twin = type(optimizer)([number], **optimizer.defaults)
+    twin.step()
+    return twin.state[number]

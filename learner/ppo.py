@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -27,11 +29,12 @@ class PPO:
         self.model = model
         self.parameters = parameters
         self.optimizer = adam(parameters.vector, options.learning_rate, options.adam_eps)
+        self.checks_every_step = not parameters.vector.is_cuda
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """All epochs' gradient steps on ``rollout``; ``progress`` in 0..1 is the used share of the step budget.
 
-        Returns means over the gradient steps. RunFailed where a loss or gradient is not finite: on the CPU before the
+        Returns means over the gradient steps. NonFinite where a loss or gradient is not finite: on the CPU before the
         optimizer's step. On a GPU looking at every step would stall it, so there it is after the last step, and the
         parameters must be thrown away.
         """
@@ -44,6 +47,7 @@ class PPO:
         per_epoch = min(options.minibatches, len(batch.valid))
         size = -(-rollout.reward.numel() // options.minibatches)
         records: list[torch.Tensor] = []
+        unchecked: list[Rows] = []
 
         for epoch in range(options.epochs if per_epoch else 0):
             # Shuffle, and deal the rows out to minibatches of one fixed size.
@@ -58,8 +62,10 @@ class PPO:
                 terms = accumulate_gradient(self.model, self.parameters, batch, minibatch, self._loss)
                 norms = clip_gradient(self.parameters, options.max_grad_norm)
                 records.append(torch.cat((terms, norms)))
-                if not batch.obs.is_cuda:
-                    require_finite(records[-1], progress, epoch, number)
+                if self.checks_every_step:
+                    require_finite(records, TERMS, (epoch, number), partial(batch.named, minibatch))
+                else:
+                    unchecked.append(minibatch)
 
                 # Its application.
                 mark("optimizer", epoch, number)
@@ -71,8 +77,9 @@ class PPO:
 
         mark("summary")
         table = torch.stack(records).cpu() if records else torch.zeros(0, len(TERMS) + 2)
-        for step, record in enumerate(table):
-            require_finite(record, progress, *divmod(step, per_epoch))
+        for step, minibatch in enumerate(unchecked):
+            rows_of = partial(batch.named, minibatch)
+            require_finite(list(table[: step + 1]), TERMS, divmod(step, per_epoch), rows_of, stepped=True)
         return {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
 
     def _loss(self, params: torch.Tensor, value: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:

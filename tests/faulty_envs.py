@@ -7,6 +7,7 @@ strikes once over all processes: whoever creates the file.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import time
@@ -148,6 +149,61 @@ class Hangs(Steady):
 class Exits(Steady):
     def fault(self) -> tuple[Any, Any, bool, bool, dict]:
         os._exit(13)
+
+
+class HugeReward(Steady):
+    """Finite in float32, but its square is not."""
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        observation, _, *rest = self.outcome()
+        return (observation, 1e30, *rest)
+
+
+class HangsInReset(Steady):
+    """In the one after the fault."""
+
+    broken = False
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        self.broken = True
+        return self.outcome()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        if self.broken:
+            time.sleep(1e6)
+        return super().reset(seed=seed)
+
+
+class HangsInInit(Steady):
+    """In an executor alone."""
+
+    def __init__(self) -> None:
+        if multiprocessing.parent_process() is not None and claim():
+            time.sleep(1e6)
+
+
+class HangsInEvaluator(Steady):
+    def step(self, action: int) -> tuple[Any, Any, bool, bool, dict]:
+        if multiprocessing.current_process().name == "htsrl-evaluator":
+            time.sleep(1e6)
+        return super().step(action)
+
+
+class HoldsTheGil(Steady):
+    """Hangs in C code that lets no other thread of Python run."""
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        library = ctypes.PyDLL(None)
+        while True:
+            library.sleep(1_000_000)
+
+
+class Slow(Steady):
+    """Takes its time, but gets there."""
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        time.sleep(2.0)
+        return self.outcome()
 
 
 def claim() -> bool:

@@ -8,7 +8,7 @@ import torch
 from rollouts import BOX, DISCRETE, MULTI, image_spec, network, rollout, vector_spec
 
 from htsrl.config import A2COptions, Config, GymnasiumOptions
-from htsrl.errors import RunFailed
+from htsrl.errors import NonFinite
 from htsrl.learner import a2c, make_algorithm, minibatches
 from htsrl.learner.a2c import A2C
 from htsrl.learner.returns import end_factors, gae
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(poison):
     algorithm, data = learner()
     getattr(data, poison)[2, 1] = float("inf")
     before = algorithm.parameters.vector.clone()
-    with pytest.raises(RunFailed, match="not finite after"):
+    with pytest.raises(NonFinite, match="not finite in"):
         algorithm.update(data, 0.25, RNG)
     assert torch.equal(algorithm.parameters.vector, before)
     assert algorithm.state() == {}

@@ -194,7 +194,7 @@ def test_spaces_are_converted_on_the_way(
         ("no_such_module:Mine-v0", "no_such_module.*ModuleNotFoundError"),
         ("faulty_envs:Raizes-v0", "Did you mean Raises-v0"),
         ("faulty_envs:RaisesInInit-v0", "can't be built: RuntimeError: there is no robot"),
-        ("faulty_envs:AlwaysWrongShape-v0", r"shape \(3,\) where its observation space means \(4,\)"),
+        ("faulty_envs:AlwaysWrongShape-v0", r"shape \(3,\), but its space says \(4,\)"),
         ("faulty_envs:OldApi-v0", "Gymnasium's API failed: ValueError"),
         ("Blackjack-v1", "observations of Tuple.*takes Box, Discrete"),
     ],

@@ -125,6 +125,25 @@ def test_pure(action):
     assert torch.isfinite(log_prob).all()
 
 
+def test_extreme_deviations_stay_finite():
+    head = make_head(BOX)
+    params = torch.tensor([[1e4, -1e4, -20.0, 20.0], [0.0, 1e-9, 20.0, -20.0]], requires_grad=True)
+    action = head.sample(params, noise(head, 2)).detach()
+    log_prob, entropy = head.log_prob_entropy(params, action)
+    (grad,) = torch.autograd.grad((log_prob + entropy).sum(), params)
+    for values in (action, log_prob, entropy, grad):
+        assert torch.isfinite(values).all()
+
+
+def test_extreme_components_stay_finite():
+    head = make_head(MULTI)
+    params = torch.tensor([[1e9, -1e9, 0.0, -1e9, 1e9]], requires_grad=True)
+    log_prob, entropy = head.log_prob_entropy(params, torch.tensor([[1, 0]]))
+    (grad,) = torch.autograd.grad((log_prob + entropy).sum(), params)
+    for values in (log_prob, entropy, grad):
+        assert torch.isfinite(values).all()
+
+
 def test_extreme_logits_stay_finite():
     head = make_head(DISCRETE)
     params = torch.tensor([[1e4, -1e4, 0.0], [-1e9, 0.0, -1e9]], requires_grad=True)

@@ -176,6 +176,23 @@ def all_losses(c):
     )
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poisoned", ["log_prob", "behaviour_log_prob", "advantage", "value", "target"])
+def test_no_guard_hides_what_is_not_finite(poisoned, bad):
+    """Clamps and maxima keep good numbers good; a bad one must reach the check of the loss."""
+    if poisoned == "behaviour_log_prob" and math.isinf(bad):
+        pytest.skip("an action of probability 0: the ratio is clamped like any other")
+    c = case(3)
+    c[poisoned][4] = bad
+    white = losses.whiten(c["advantage"][None], c["weight"][None])[0]
+    log_ratio = losses.log_ratio(c["log_prob"], c["behaviour_log_prob"])
+    ratio, weight = log_ratio.exp(), c["weight"]
+    total = losses.clipped_surrogate(ratio, white, weight, 0.2) + losses.approximate_kl(log_ratio, ratio, weight)
+    total = total + losses.value_loss(c["value"], c["target"], c["behaviour_value"], weight, 0.3)
+    total = total + losses.policy_gradient(c["log_prob"], white, weight)
+    assert not torch.isfinite(total)
+
+
 def test_filler_rows_count_for_nothing():
     c = case(4, rows=24, fillers=5)
     real = {name: x[:19] for name, x in c.items()}

@@ -234,7 +234,8 @@ def test_a_network_of_ones_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:f", "can't be imported: No module named"),
+        ("no_such_module:f", "can't be imported: ModuleNotFoundError: No module named"),
+        (".no_package:f", "can't be imported: TypeError"),
         ("my_networks:missing", "can't be imported: .*missing"),
         ("my_networks:wrong", r"must turn 4 observations \[4, 4\] into float32 features \[4, F\]"),
         ("my_networks:broken", "doesn't work for test"),

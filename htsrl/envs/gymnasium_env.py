@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 
 from htsrl.config import GymnasiumOptions
+from htsrl.envs import checks
 from htsrl.envs.spaces import Actions, Observations, encode_actions, encode_observations
 from htsrl.envs.spec import EnvSpec, seed31
 from htsrl.errors import ConfigError
@@ -168,19 +169,17 @@ def _mujoco_warnings(registered: Any) -> Iterator[None]:
 def _try_out(env: str, environment: GymnasiumEnvironment, observations: Observations, actions: Actions) -> None:
     """One reset and one step; an environment that breaks the API is refused with what it did."""
     try:
-        first = np.shape(environment.reset(0))
-        second, reward, terminated, truncated, info = environment.step(_any_action(actions))
-        float(reward), bool(terminated), bool(truncated), dict(info)
+        checks.observation(environment.reset(0), observations.shape, observations.dtype)
+        observation, reward, terminated, truncated, info = environment.step(_any_action(actions))
+        checks.observation(observation, observations.shape, observations.dtype)
+        checks.number("reward", reward)
+        checks.flag("terminated", terminated)
+        checks.flag("truncated", truncated)
+        dict(info)
     except Exception as error:
         raise ConfigError(
             f"{env}: a reset and a step with Gymnasium's API failed: {type(error).__name__}: {error}"
         ) from error
-    for shape in (first, np.shape(second)):
-        if shape != observations.shape:
-            raise ConfigError(
-                f"{env}: it returned an observation of shape {shape} where its observation space means "
-                f"{observations.shape}."
-            )
 
 
 def _any_action(actions: Actions) -> Any:

@@ -8,7 +8,7 @@ row's dtype happens there); a decoder turns a stored action into what the enviro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +68,20 @@ def encode_observations(space: spaces.Space, env_id: str) -> Observations:
         )
     if 0 in stored.shape:
         raise ConfigError(f"{env_id}: its observation space {space} holds nothing.")
-    return stored
+    return stored if stored.encode is None else replace(stored, encode=_of_shape(space.shape or (), stored.encode))
+
+
+def _of_shape(shape: tuple[int, ...], encode: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """``encode`` for ``shape`` alone: another shape of the same size would end up in another order."""
+
+    def encode_checked(observation: Any) -> np.ndarray:
+        if np.shape(observation) != shape:
+            raise ValueError(
+                f"the environment returned an observation of shape {np.shape(observation)}, but its space says {shape}"
+            )
+        return encode(observation)
+
+    return encode_checked
 
 
 def encode_actions(space: spaces.Space, env_id: str) -> Actions:
@@ -141,12 +154,15 @@ def _image(shape: tuple[int, ...]) -> Observations:
 def _one_hot(nvec: np.ndarray, start: np.ndarray) -> Observations:
     """Components with values start[i] .. start[i] + nvec[i] - 1 as one-hot vectors, one behind the other."""
     size = int(nvec.sum())
-    place = np.cumsum(nvec) - nvec - start
+    first = np.cumsum(nvec) - nvec
     vector = np.zeros(size, np.float32)
 
     def encode(observation: Any) -> np.ndarray:
+        choice = np.reshape(observation, -1) - start
+        if (choice < 0).any() or (choice >= nvec).any():
+            raise ValueError(f"the environment returned the observation {observation}, which is outside of its space")
         vector.fill(0.0)
-        vector[np.reshape(observation, -1) + place] = 1.0
+        vector[choice + first] = 1.0
         return vector
 
     return _vector(size, encode)

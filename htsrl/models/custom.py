@@ -22,8 +22,8 @@ def custom_network(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torc
     module_name, _, function_name = options.network.partition(":")
     try:
         function = getattr(import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"network '{options.network}' can't be imported: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"network '{options.network}' can't be imported: {type(error).__name__}: {error}") from error
     # Layers of any make draw their initial weights from the global generator: for this moment it is the run's own.
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(rng.get_state())

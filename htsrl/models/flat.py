@@ -69,10 +69,19 @@ class FlatParameters:
         for name, view in self._views.items():
             yield name, view.cpu().contiguous().numpy().copy()
 
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and C-contiguous copy of each parameter's gradient, in name order."""
+        assert self.vector.grad is not None, "made without gradients"
+        start = 0
+        for name, view in self._views.items():
+            piece = self.vector.grad[start : start + view.numel()]
+            yield name, _as_shape(piece, view.shape).cpu().contiguous().numpy().copy()
+            start += view.numel()
+
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        """Set every parameter by name; names and shapes must be exactly the model's."""
-        expected = {name: tuple(view.shape) for name, view in self._views.items()}
-        got = {name: tuple(a.shape) for name, a in arrays.items()}
+        """Set every parameter by name; ValueError where names, shapes or dtypes aren't exactly the model's."""
+        expected = {name: ("float32", *view.shape) for name, view in self._views.items()}
+        got = {name: (str(a.dtype), *a.shape) for name, a in arrays.items()}
         if expected != got:
             wrong = sorted(set(expected.items()) ^ set(got.items()))
             raise ValueError(f"parameters don't fit the network: {wrong[:4]}")
