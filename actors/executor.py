@@ -33,10 +33,9 @@ def run_executor(ports: ExecutorPorts) -> None:
         mark("start")
         columns = ports.layout.executor_columns[ports.index]
         own_groups = ports.layout.executor_groups[ports.index]
-        alive = signs_of_life(ports.lines)
-        replicas = [Replica(n, ports, alive) for n in columns]
+        replicas = [Replica(n, ports) for n in columns]
         for replica, log in zip(replicas, ports.logs):
-            replica.start(log, ports.lines, alive)
+            replica.start(log, ports.lines)
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
@@ -121,8 +120,9 @@ def request(groups: list[int], actor_of: list[int], ports: ExecutorPorts) -> Non
 class Replica:
     """One environment and where it stands in its current episode."""
 
-    def __init__(self, column: int, ports: ExecutorPorts, alive: Callable[[], None]) -> None:
+    def __init__(self, column: int, ports: ExecutorPorts) -> None:
         self.column = column
+        self.alive = signs_of_life(ports.lines)
         self.seed = ports.seed
         self.spec = ports.spec
         self.limit = ports.spec.max_episode_steps or np.iinfo(np.int64).max
@@ -134,9 +134,9 @@ class Replica:
             self.env = envs.make(ports.spec.env_id, ports.options)
         except Exception as error:
             raise self.fault("construction") from error
-        alive()
+        self.alive()
 
-    def start(self, log: EpisodeLog, lines: Lines, alive: Callable[[], None]) -> None:
+    def start(self, log: EpisodeLog, lines: Lines) -> None:
         """Begin episode ``log.episode``, or replay it up to where it stood.
 
         An environment that does not repeat itself is reported; its episode ends where it stood, without an outcome.
@@ -145,7 +145,7 @@ class Replica:
         self.episode = log.episode - 1
         obs = self.reset()
         to_env = action_converter(self.spec.action)
-        alive()
+        self.alive()
         for row in log.actions:
             (action,) = to_env(row[None])
             try:
@@ -154,7 +154,7 @@ class Replica:
             except Exception as error:
                 raise self.fault("step", action) from error
             self.steps += 1
-            alive()
+            self.alive()
         self.obs = np.array(obs, self.spec.observation_dtype)
         self.reset_pending = log.reset_pending
         if log.last_obs is not None and self.obs.tobytes() != log.last_obs.tobytes():

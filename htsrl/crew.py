@@ -176,9 +176,11 @@ class Crew:
             self.check()
 
     def check(self) -> None:
-        """Raise the failure that ends the run, if there is one."""
+        """Raise the failure that ends the run, if there is one; from any thread."""
         if self._failure is not None:
             raise self._failure
+        if self._stopping:
+            raise RunFailed("the run is being stopped")
 
     def take_events(self) -> list[str]:
         """What a person should know of recoveries since the last call."""

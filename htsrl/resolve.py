@@ -43,12 +43,12 @@ def refuse_too_large(config: AnyConfig, spec: EnvSpec) -> None:
     Raises:
         ConfigError: naming needed and available.
     """
-    T, N = config.runtime.sync_interval, config.runtime.num_envs
-    needed = 2 * total_bytes({"storage": rollout_fields(spec, T, N, noise_size=0)})
+    T, N, storages = config.runtime.sync_interval, config.runtime.num_envs, config.runtime.async_slots
+    needed = storages * total_bytes({"storage": rollout_fields(spec, T, N, noise_size=0)})
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
-            f"two storages of {N} replicas x {T} steps of {spec.env_id} need {needed / 2**30:.3g} GiB, and this "
+            f"{storages} storages of {N} replicas x {T} steps of {spec.env_id} need {needed / 2**30:.3g} GiB, and this "
             f"machine has {memory / 2**30:.3g}: use fewer --num-envs, or a shorter --sync-interval"
         )
 

@@ -33,6 +33,17 @@ class ReplicaState(BaseModel):
     reset_pending: bool
 
 
+class PolicyLagState(BaseModel):
+    """How old the policies were, of a run with schedule 'async'."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    rows: Count
+    total: Count
+    largest: Count
+    histogram: Annotated[list[Count], Field(max_length=1000)]
+
+
 class RunState(BaseModel):
     """The JSON part of a run's checkpoint. Keys of later versions may stand beside these."""
 
@@ -54,6 +65,7 @@ class RunState(BaseModel):
     replicas: list[ReplicaState]
     versions: dict[Text, Text]
     fingerprint: dict[Text, Text | int]
+    policy_lag: PolicyLagState | None = None
 
     @model_validator(mode="after")
     def _finished_with_a_result(self) -> RunState:
@@ -88,7 +100,7 @@ def refuse_unfit(run_dir: Path, checkpoint: Checkpoint, config: AnyConfig, spec:
     try:
         learner = Learner(config, spec, torch.device("cpu"))
         _check_counters(checkpoint.state, config, learner.lag)
-        _check_episodes(checkpoint, config.runtime.num_envs, spec)
+        _check_episodes(checkpoint, config, spec)
         for steps, named in waiting_evaluations(checkpoint).items():
             if steps > checkpoint.state["steps"]:
                 raise ValueError(f"an evaluation after {steps} steps waits, but {checkpoint.state['steps']} were made")
@@ -117,15 +129,20 @@ def _check_counters(state: dict[str, Any], config: AnyConfig, lag: int) -> None:
     most = state["interval"] * runtime.sync_interval * runtime.num_envs
     if state["steps"] > most or most >= 1 << 63:
         raise ValueError(f"{state['steps']} steps after {state['interval']} intervals")
+    if runtime.schedule == "async" and state.get("policy_lag") is None:
+        raise ValueError("it does not say how old the policies were")
 
 
-def _check_episodes(checkpoint: Checkpoint, N: int, spec: EnvSpec) -> None:
-    """ValueError where the episode logs aren't those of ``N`` replicas of ``spec``."""
-    logs, action = checkpoint.group("episodes"), spec.action
+def _check_episodes(checkpoint: Checkpoint, config: AnyConfig, spec: EnvSpec) -> None:
+    """ValueError where the episode logs aren't those of ``config`` and ``spec``."""
+    logs, action, N = checkpoint.group("episodes"), spec.action, config.runtime.num_envs
     if len(checkpoint.state["replicas"]) != N or logs.keys() != {str(n) for n in range(N)}:
         raise ValueError(f"its episodes are not those of {N} replicas")
-    last_obs = checkpoint.tensors["last_obs"]
-    if (last_obs.shape, last_obs.dtype) != ((N, *spec.observation_shape), spec.observation_dtype):
+    last_obs = checkpoint.tensors.get("last_obs")
+    if last_obs is None:
+        if config.runtime.schedule != "async":  # there the learner may not have heard of every replica yet
+            raise ValueError("last_obs is missing")
+    elif (last_obs.shape, last_obs.dtype) != ((N, *spec.observation_shape), spec.observation_dtype):
         raise ValueError(f"last_obs is {last_obs.dtype} {last_obs.shape}")
     for n, actions in logs.items():
         if actions.dtype != action.stored_dtype or actions.shape[1:] != action.stored_shape or not actions.ndim:

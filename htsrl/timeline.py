@@ -109,7 +109,7 @@ def read_timeline(path: Path) -> Timeline:
             lane.phase.append(codes[event["name"]])
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise ConfigError(f"{path} is not a timeline of `htsrl train --trace`") from None
     if not intervals:
         raise ConfigError(f"{path} shows no complete interval yet")

@@ -53,9 +53,8 @@ def storage(learner, bad_reward):
 
 
 def learner(algo="ppo", **settings):
-    config = configure(
-        "CartPole-v1", algo, num_envs=N, sync_interval=T, **settings | ({"minibatches": 8} if algo == "ppo" else {})
-    )
+    minibatches = {"ppo": {"minibatches": 8}, "impala": {"minibatches": 2}}.get(algo, {})
+    config = configure("CartPole-v1", algo, num_envs=N, sync_interval=T, learner_threads=1, **minibatches | settings)
     made = Learner(config, vector_spec(), torch.device("cpu"))
     made.warm_up()
     return config, made
@@ -107,6 +106,16 @@ def test_the_step_can_be_made_again_from_what_was_left(algo, schedule):
     first = dict(FlatParameters(build_model(vector_spec(), config.network, config.seed)).items())
     same = [np.array_equal(first[name], array) for name, array in group(arrays, "behaviour").items()]
     assert all(same) if schedule == "hts" else not any(same)
+
+
+def test_impala_leaves_the_columns_of_its_minibatch():
+    _, made = learner("impala", schedule="sync")
+    arrays = failed_update(made).tensors
+    t, n = arrays["minibatch/t"], arrays["minibatch/n"]
+    np.testing.assert_array_equal(arrays["minibatch/obs"][:, 0], (t / T).astype(np.float32))
+    np.testing.assert_array_equal(arrays["minibatch/obs"][:, 1], (n / N).astype(np.float32))
+    assert arrays["minibatch/reward"][(t == BAD[0]) & (n == BAD[1])] == np.float32(1e30)
+    assert {"gradient", "parameters", "behaviour", "algorithm"} <= {name.partition("/")[0] for name in arrays}
 
 
 def group(arrays, prefix):
