@@ -21,6 +21,7 @@ from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state,
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
+from htsrl.storage.trace import mark
 
 # What a gradient step records of its loss.
 TERMS = ("total", "policy", "value", "entropy", "kl", "rho")
@@ -70,6 +71,7 @@ class IMPALA:
                 continue
 
             # The gradient, piece by piece, clipped over all parameters together
+            mark("gradient", 0, number)
             gradient(self.parameters).zero_()
             terms = []
             for piece in self._pieces(rollout, chosen):
@@ -82,8 +84,10 @@ class IMPALA:
             require_finite(records, TERMS, (0, number), partial(named, rollout, chosen))
 
             # Its application
+            mark("optimizer", 0, number)
             self.optimizer.step()
 
+        mark("summary")
         table = torch.stack(records) if records else torch.zeros(0, len(TERMS) + 2)
         return {**summary(table, TERMS, step_size), "loss/explained_variance": explained_variance(learned)}
 

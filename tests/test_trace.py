@@ -21,12 +21,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import record
+from rollouts import network, rollout, vector_spec
 from test_recovery import SMALL, rows, running
 from test_resume import interrupted, no_changes
 
 from htsrl import tracefile
 from htsrl.cli import main
+from htsrl.config import ALGORITHMS
 from htsrl.errors import ConfigError
+from htsrl.learner import make_algorithm
 from htsrl.settings import configure
 from htsrl.storage.fields import trace_fields
 from htsrl.storage.layout import Layout
@@ -39,8 +42,8 @@ SLACK_US = 0.002
 """Times in a file are rounded to nanoseconds."""
 
 
-def switched_on(capacity: int) -> Arena:
-    arena = Arena.create({"trace": trace_fields({"executor 0": capacity})})
+def switched_on(capacity: int, lane: str = "executor 0") -> Arena:
+    arena = Arena.create({"trace": trace_fields({lane: capacity})})
     arena.views("trace").on[0] = 1
     return arena
 
@@ -280,6 +283,23 @@ def test_a_run_that_is_killed_leaves_its_complete_intervals(tmp_path: Path) -> N
     assert len(timeline.intervals) >= 3
     path.write_text(text[:-20])  # a disk that ran full, or a machine that went down
     assert len(read_timeline(path).intervals) in (len(timeline.intervals), len(timeline.intervals) - 1)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_every_gradient_step_of_an_algorithm_is_marked(algo: str) -> None:
+    spec = vector_spec()
+    model, parameters = network(spec)
+    algorithm = make_algorithm(configure("CartPole-v1", algo=algo), model, parameters)
+    arena = switched_on(1000, "learner")
+    reader = LaneReader(arena, "learner")
+    open_lane(arena, "learner")
+    metrics = algorithm.update(rollout(spec, model), 0.0, np.random.default_rng(0))
+    close_lane()
+    marks = [(PHASES[code], epoch, number) for _, code, epoch, number in reader.take()[0].tolist()]
+    gradients = [place for phase, *place in marks if phase == "gradient"]
+    assert gradients == [place for phase, *place in marks if phase == "optimizer"]
+    assert len(set(map(tuple, gradients))) == metrics["loss/gradient_steps"] == len(gradients) > 0
+    assert marks[-1][0] == "summary"
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
