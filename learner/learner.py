@@ -37,7 +37,8 @@ class Learner:
         self.lag = 1 if config.runtime.schedule == "hts" else 0
         self.lag_varies = config.runtime.schedule == "async"
         self.model = build_model(spec, config.network, config.seed).to(device)
-        shards = int(config.runtime.learner_threads) if device.type == "cpu" else 1
+        threads = config.runtime.learner_threads
+        shards = threads if device.type == "cpu" and threads != "auto" else 1
         self.parameters = FlatParameters(self.model, shards=shards)
         self.algorithm = make_algorithm(config, self.model, self.parameters)
         self.version = 0

@@ -8,7 +8,7 @@ import torch
 from rollouts import BOX, DISCRETE, MULTI, image_spec, network, rollout, vector_spec
 
 from htsrl.config import Config, GymnasiumOptions, IMPALAOptions
-from htsrl.errors import RunFailed
+from htsrl.errors import NonFinite
 from htsrl.learner import impala, make_algorithm, minibatches
 from htsrl.learner.impala import IMPALA
 
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(poison):
     data.valid[2, 1] = 1.0
     getattr(data, poison)[2, 1] = float("nan")
     before = algorithm.parameters.vector.clone()
-    with pytest.raises(RunFailed, match="not finite after"):
+    with pytest.raises(NonFinite, match="not finite in epoch 0, minibatch 0"):
         algorithm.update(data, 0.25, RNG)
     assert torch.equal(algorithm.parameters.vector, before)
     assert algorithm.state() == {}
