@@ -249,6 +249,7 @@ class Evaluator:
             if kind == "evaluation":
                 del self._waiting[int(report["steps"])]
                 arrived.append(report)
+                self._failures = 0
             if kind in ("evaluation", "ready"):
                 self._idle = True
                 self._send_next()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from typing import Any
 
@@ -148,6 +149,14 @@ class Hangs(Steady):
 class Exits(Steady):
     def fault(self) -> tuple[Any, Any, bool, bool, dict]:
         os._exit(13)
+
+
+class Crashes(Steady):
+    """As an engine in C++ does."""
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        signal.raise_signal(signal.SIGSEGV)
+        return self.outcome()
 
 
 def claim() -> bool:
