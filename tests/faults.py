@@ -7,6 +7,7 @@ them is the real body. The run's own process passes a point before and after the
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -40,9 +41,9 @@ class Fault:
     """Strikes process ``index`` of ``role`` when it passes ``point`` for the ``count``-th time.
 
     Points of an executor or actor are 'before X' and 'after X', X being a store to a counter (posted, stepped,
-    finished, answered) or to a row (reward, action), or a message (request, answer, barrier, report); 'after take'; and
-    'before body'. Points of the run are 'before X' and 'after X', X being a call, 'module:function' or
-    'module:Class.method'.
+    finished, answered) or to a row (reward, action), a message (request, answer, barrier) or a kind of report (ready,
+    progress, environment); 'after take'; and 'before body'. Points of the run are 'before X' and 'after X', X being a
+    call, 'module:function' or 'module:Class.method'.
     """
 
     role: str
@@ -115,7 +116,7 @@ def run_faulty(given: FaultyPorts) -> None:
         ports,
         arena=WatchedArena(ports.arena, points),
         inbox=watched(ports.inbox, "take"),
-        lines=replace(ports.lines, reports=watched(ports.lines.reports, "report")),
+        lines=replace(ports.lines, reports=WatchedReports(ports.lines.reports, points)),
     )
     if role_of(ports) == "executor":
         requests = [watched(end, "request") for end in ports.actors]
@@ -159,9 +160,12 @@ class WatchedArena:
     def __init__(self, arena: Any, points: Points) -> None:
         self.arena, self.points = arena, points
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.arena, name)
+
     def views(self, group: str) -> Any:
         views = self.arena.views(group)
-        for name in WATCHED[group]:
+        for name in WATCHED.get(group, ()):
             array = getattr(views, name).view(WatchedArray)
             array.points, array.name = self.points, name
             setattr(views, name, array)
@@ -169,7 +173,7 @@ class WatchedArena:
 
 
 class WatchedEnd:
-    """An end of a mailbox, or the pipe of reports."""
+    """An end of a mailbox."""
 
     def __init__(self, end: Any, points: Points, name: str, doubled: bool) -> None:
         self.end, self.points, self.name, self.doubled = end, points, name, doubled
@@ -180,17 +184,24 @@ class WatchedEnd:
         return numbers
 
     def post(self, *numbers: int) -> None:
-        self.send(self.end.post, *numbers)
+        self.points.passed(f"before {self.name}")
+        self.end.post(*numbers)
+        self.points.passed(f"after {self.name}")
         if self.doubled:
             self.end.post(*numbers)
 
-    def send_bytes(self, data: bytes) -> None:
-        self.send(self.end.send_bytes, data)
 
-    def send(self, send: Callable[..., None], *message: Any) -> None:
-        self.points.passed(f"before {self.name}")
-        send(*message)
-        self.points.passed(f"after {self.name}")
+class WatchedReports:
+    """The pipe of reports."""
+
+    def __init__(self, reports: Any, points: Points) -> None:
+        self.reports, self.points = reports, points
+
+    def send_bytes(self, data: bytes) -> None:
+        kind = json.loads(data)["kind"]
+        self.points.passed(f"before {kind}")
+        self.reports.send_bytes(data)
+        self.points.passed(f"after {kind}")
 
 
 # ---------------------------------------------------------------------------------------------------------- the run

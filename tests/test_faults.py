@@ -74,7 +74,8 @@ def assert_survived(config, strikes, expected, *faults, **options):
 
 EXECUTOR = [
     ("before body", 1),
-    ("before report", 2),  # while its replicas replay
+    ("after progress", 1),  # its replicas are not in place
+    ("before ready", 1),
     ("before posted", 2),  # between the first requests of two groups
     ("before request", 1),
     ("after request", 1),
@@ -91,7 +92,7 @@ EXECUTOR = [
 ]
 ACTOR = [
     ("before body", 1),
-    ("before report", 1),
+    ("before ready", 1),
     ("after take", 1),
     ("after take", 12),
     ("before action", 3),
@@ -144,6 +145,15 @@ def test_twice_at_the_same_place(tmp_path, undisturbed):
     assert_survived(config_of(), tmp_path, undisturbed(), *faults)
 
 
+def test_kills_while_a_killed_executor_is_being_replaced(tmp_path, undisturbed):
+    faults = [
+        Fault("executor", "before stepped", 20),
+        Fault("executor", "after progress", 1, life=2),  # it begins to replay
+        Fault("executor", "before ready", 1, life=3),  # it has replayed
+    ]
+    assert_survived(config_of(), tmp_path, undisturbed(), *faults)
+
+
 @pytest.mark.parametrize("schedule", ["hts", "sync"])
 def test_doubled_messages_change_no_bit(tmp_path, undisturbed, schedule):
     faults = [Fault("executor", "after stepped", 9), Fault("actor", "after answered", 4)]
@@ -154,8 +164,16 @@ def test_doubled_messages_change_no_bit(tmp_path, undisturbed, schedule):
 
 COUNTING = {"num_envs": 5, "sync_interval": 6, "total_steps": 5 * 6 * 3, "minibatches": 5}
 POINTS = {
-    "executor": ("after take", "after report", "before posted", "after reward", "after stepped", "before request"),
-    "actor": ("after take", "after report", "before action", "after answered", "before answer"),
+    "executor": (
+        "after take",
+        "after progress",
+        "before ready",
+        "before posted",
+        "after reward",
+        "after stepped",
+        "before request",
+    ),
+    "actor": ("after take", "before ready", "before action", "after answered", "before answer"),
 }
 
 

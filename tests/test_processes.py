@@ -43,7 +43,8 @@ def test_without_its_fork_server_a_run_goes_on(monkeypatch, server, number):
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
-def leave_a_mark(folder):
+def leave_a_mark(given):
+    folder, _ = given
     (folder / str(os.getpid())).touch()
 
 
@@ -54,17 +55,21 @@ def test_a_start_that_is_cut_short_is_repeated_and_nothing_runs_twice(tmp_path, 
     def cut_short(descriptors):
         status, data = connect(descriptors)
         if not struck:
-            child = psutil.Process(forkserver.read_signed(status))
-            struck.append(child)
-            gone = {"child": child, "server": server}[victim]
-            gone.kill()
-            while gone.is_running() and gone.status() != psutil.STATUS_ZOMBIE:
+            while not server.children():
                 time.sleep(0.001)
+            struck.extend(server.children())
+            if victim == "child":
+                struck[0].kill()  # before it has read what it is given, which is more than a pipe holds
+            else:
+                forkserver.read_signed(status)  # the child is there, but will never be known
+                server.kill()
+                while server.status() != psutil.STATUS_ZOMBIE:  # waiting for it would take its end from multiprocessing
+                    time.sleep(0.001)
         return status, data
 
     monkeypatch.setattr(forkserver, "connect_to_new_process", cut_short)
-    process = processes.start(leave_a_mark, tmp_path, "mark")
+    process = processes.start(leave_a_mark, (tmp_path, bytes(200_000)), "mark")
     process.join()
-    assert struck
     psutil.wait_procs(struck, timeout=20)
     assert [path.name for path in tmp_path.iterdir()] == [str(process.pid)]
+    assert struck[0].pid != process.pid

@@ -133,6 +133,18 @@ def test_a_fault_that_strikes_once_is_recovered_from(tmp_path, undisturbed, faul
     assert result == undisturbed("faulty_envs:Steady-v0")
 
 
+def test_one_that_is_stopped_once_it_has_said_why_it_fails_is_replaced(tmp_path, undisturbed):
+    faults = [Fault("executor", "after environment", index=e, number=signal.SIGSTOP) for e in (0, 1)]
+    (tmp_path / "strikes").mkdir()
+    with (
+        scripted(tmp_path / "strikes", *faults, FAULT_ONCE=str(tmp_path / "struck")),
+        running(tmp_path / "run", env="faulty_envs:Raises-v0") as run,
+    ):
+        result = result_of(run)  # or waits for ever
+    assert run.result.values["recovered"] == 1
+    assert result == undisturbed("faulty_envs:Steady-v0")
+
+
 def test_an_environment_that_does_not_repeat_itself_is_noticed(tmp_path, capsys):
     with running(tmp_path / "run", env="faulty_envs:Clock-v0", progress="plain") as run:
         executor = next(child for child in run.crew.children if child.role == "executor")
@@ -176,7 +188,7 @@ def test_a_crash_in_native_code_shows_where(tmp_path):
 
 
 def test_whoever_never_comes_up_is_not_started_for_ever(tmp_path):
-    dies = Fault("actor", "before report", 1, times=10)
+    dies = Fault("actor", "before ready", 1, times=10)
     (tmp_path / "strikes").mkdir()
     with scripted(tmp_path / "strikes", dies), running(tmp_path / "run", env="CartPole-v1") as run:
         with pytest.raises(RunFailed, match=r"(?s)actor 0 was killed by signal 9.*failure 4 at the same place"):
