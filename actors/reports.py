@@ -27,7 +27,7 @@ class EnvironmentFault(Exception):
 
 
 class Stack:
-    """An anonymous file into which a child dumps its stack on request, even from inside a call that hangs."""
+    """An anonymous file into which a child dumps its stack: on request, even in a call that hangs, and in a crash."""
 
     REQUEST = signal.SIGUSR1
     SECONDS = 0.5
@@ -37,7 +37,8 @@ class Stack:
         self.fd = os.memfd_create("htsrl-stack") if fd is None else fd
 
     def dump_on_request(self) -> None:
-        """In the child: write the stack here whenever REQUEST arrives."""
+        """In the child: write the stack here whenever REQUEST arrives, and when C code crashes."""
+        faulthandler.enable(file=self.fd)
         faulthandler.register(self.REQUEST, file=self.fd, all_threads=True)
 
     def read(self) -> str:

@@ -57,7 +57,7 @@ class Child:
     index: int
     process: BaseProcess
     pidfd: int
-    """Becomes readable when the process ends, and never means another process."""
+    """Becomes readable when the process ends, and never means another process; see :func:`end_of`."""
     reports: Connection
     stack: Stack
     ready: bool = False
@@ -65,6 +65,8 @@ class Child:
     """Its report of why it can't go on."""
     progress: int = 0
     since: float = field(default_factory=time.monotonic)
+    reminded: bool = False
+    """Its messages were sent again since."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}"
@@ -73,7 +75,7 @@ class Child:
         """Kill it and wait until it is gone."""
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        except ProcessLookupError:
+        except OSError:
             return
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
@@ -81,11 +83,20 @@ class Child:
 
     def close(self) -> None:
         """Release what the run holds of a process that has ended."""
-        self.process.join()
+        processes.join(self.process)
         self.process.close()
         self.reports.close()
         self.stack.close()
         os.close(self.pidfd)
+
+
+def end_of(process: BaseProcess) -> int:
+    """A descriptor that becomes readable when ``process`` ends: its pidfd, or another if it has ended already."""
+    assert process.pid is not None
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return os.dup(process.sentinel)
 
 
 class Crew:
@@ -124,6 +135,7 @@ class Crew:
         self._control = arena.views("control")
         self._up = False
         self._measured_at = -math.inf
+        self._looked_at = time.monotonic()
         self._failure: RunFailed | None = None
         self._stopping = False
         self._events: list[str] = []
@@ -272,8 +284,7 @@ class Crew:
         stack = Stack()
         process = processes.start(body, ports(Lines(self._lifeline, report, stack)), f"htsrl-{role}-{index}")
         report.close()
-        assert process.pid is not None
-        return Child(role, index, process, os.pidfd_open(process.pid), reports, stack)
+        return Child(role, index, process, end_of(process), reports, stack)
 
     # ------------------------------------------------------------------------------------------------- the supervisor
 
@@ -330,6 +341,7 @@ class Crew:
             self.reproducible = False
         else:
             child.fault = report
+            child.kill()  # it ends by itself, unless it is stopped first
 
     def _replace(self, child: Child) -> None:
         """Put a new process in the place of one that has ended.
@@ -342,12 +354,17 @@ class Crew:
         reason = self._reason(child)
         place, kind = self._place(child)
         _, idle = self._progress(child)
-        if kind == "reported" or not idle:  # one that had nothing to do did not fail at it
+        if kind == "reported" or not idle or not child.ready:  # one that had nothing to do did not fail at it
             self._failed_at[place] += 1
         if (child.fault or {}).get("kind") == "internal":
             raise reason
-        if self._failed_at[place] >= SAME_PLACE_LIMIT[kind] or self.recovered >= self._config.runtime.max_restarts:
-            raise reason
+        times, most = self._failed_at[place], self._config.runtime.max_restarts
+        if times >= SAME_PLACE_LIMIT[kind]:
+            raise type(reason)(
+                f"{reason}\nThis was failure {times} at the same place: one more try would end there, too"
+            )
+        if self.recovered >= most:
+            raise type(reason)(f"{reason}\nNo more restarts: {self.recovered} have been made (--max-restarts {most})")
         self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; replaced, and going on")
         child.kill()
         child.close()
@@ -358,7 +375,9 @@ class Crew:
             self.children.append(self._start_executor(child.index, self._standing(child.index)))
         else:
             self.children.append(self._start_actor(child.index))
-            self._hint_again(child.index)
+            # Whatever may have been lost with its predecessor
+            for other in self.children:
+                self._remind(other)
 
     def _standing(self, e: int) -> dict[int, EpisodeLog]:
         """Where the replicas of executor ``e`` stand, which has just ended."""
@@ -374,11 +393,12 @@ class Crew:
                     standing[n] = replace(standing[n], last_obs=storage.obs[0, n].copy())
         return standing
 
-    def _hint_again(self, a: int) -> None:
-        """Repeat every message that may have been lost with actor ``a``."""
-        for g in (self._layout.actor_of == a).nonzero()[0].tolist():
-            self._to_actor[a][1].post(g)
-            self._to_executor[int(self._layout.executor_of[g])][1].post(g)
+    def _remind(self, child: Child) -> None:
+        """Have ``child`` look at the counters of all its groups: a message may be lost with who should have sent it."""
+        if child.role == "actor":
+            self._to_actor[child.index][1].post(*(self._layout.actor_of == child.index).nonzero()[0].tolist())
+        else:
+            self._to_executor[child.index][1].post(*self._layout.executor_groups[child.index])
 
     def _limit(self, child: Child) -> float | None:
         """For how many seconds ``child`` may show no progress."""
@@ -393,17 +413,28 @@ class Crew:
     def _kill_hung(self) -> None:
         """Kill children that have had something to do for too long without getting anywhere.
 
+        After half of that they are reminded: the one that hangs may be the one that should have told them.
+
         Raises:
             RunFailed: the run has not come up yet; the next try would only take as long.
         """
         now = time.monotonic()
+        late = now - self._looked_at - (self._patience() or math.inf)
+        self._looked_at = now
         hung = []
         for child in self.children:
+            # Ctrl-Z or a paused container stopped this process, too: nobody is to blame for that time
+            child.since += max(late, 0.0)
             progress, idle = self._progress(child)
             limit = self._limit(child)
             if child.ready and (idle or progress != child.progress):
-                child.progress, child.since = progress, now
-            elif limit is not None and now - child.since > limit and child.fault is None:
+                child.progress, child.since, child.reminded = progress, now, False
+            elif limit is None or child.fault is not None:
+                continue
+            elif child.ready and now - child.since > limit / 2 and not child.reminded:
+                self._remind(child)
+                child.reminded = True
+            elif now - child.since > limit:
                 hung.append(child)
         for child in hung:
             with contextlib.suppress(ProcessLookupError):
@@ -421,9 +452,12 @@ class Crew:
         control = self._control
         if child.role == "actor":
             own = self._layout.actor_of == child.index
-            answered = control.answered[own] >= control.posted[own]
-            # In lock-step one missing group keeps it waiting
-            idle = answered.any() if self._config.runtime.schedule == "sync" else answered.all()
+            waits = control.answered[own] >= control.posted[own]
+            idle = waits.all()
+            if self._config.runtime.schedule == "sync":
+                # In lock-step one missing group keeps it waiting, unless that has made all its rows
+                end = (int(control.interval[0]) + 1) * self._config.runtime.sync_interval
+                idle |= (waits & (control.answered[own] < end)).any()
             return int(control.answered[own].sum()), bool(idle)
         return self._executor_progress(child.index)
 
@@ -437,22 +471,24 @@ class Crew:
         return int((posted + stepped).sum()) + finished, finished > interval or bool(waits and (stepped < end).any())
 
     def _place(self, child: Child) -> tuple[Hashable, str]:
-        """Where a child failed, and whether it said so itself."""
+        """Where a child failed, and whether it said so itself. One that is stopped can't even say where it hangs."""
         fault = child.fault
         if fault is not None and fault["kind"] == "environment":
             return (fault["replica"], fault["episode"], fault["step"]), "reported"
         progress, _ = self._progress(child)
-        return (child.role, child.index, progress), "silent" if fault is None else "reported"
+        silent = fault is None or fault.get("stack") == ""
+        return (child.role, child.index, progress), "silent" if silent else "reported"
 
     def _reason(self, child: Child) -> RunFailed:
         """Why a child ended, for the user."""
         fault = child.fault
         if fault is None:
-            child.process.join()
+            processes.join(child.process)
             code = child.process.exitcode or 0
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
             hint = " (the system kills processes like this when memory runs out)" if code == -9 else ""
-            return RunFailed(f"{child} {how} without a word{hint}")
+            stack = child.stack.read()  # of a crash in C code
+            return RunFailed(f"{child} {how}:\n{stack}" if stack else f"{child} {how} without a word{hint}")
         if fault["kind"] == "hung":
             stack = fault["stack"] or "it could not write its stack: it is stopped, or not in Python yet"
             what = "has made no progress" if child.ready else "did not come up: no sign of life"

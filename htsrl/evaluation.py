@@ -291,6 +291,7 @@ class Evaluator:
             if kind == "evaluation":
                 del self._waiting[int(report["steps"])]
                 arrived.append(report)
+                self._failures = 0
             if kind in ("evaluation", "ready"):
                 self._idle = self._ready = True
                 self._send_next()

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from htsrl.actors.mailbox import Inbox, mailbox
+from htsrl.errors import RunFailed
+
+ATTEMPTS = 5
+# A fork server that lives answers within milliseconds, once it has imported what it should.
+SERVER_TIMEOUT_S = 180.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ONE_AT_A_TIME = threading.Lock()
@@ -28,11 +37,62 @@ def launch(module: str) -> None:
 
 
 def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
-    """Start a process that runs ``body(ports)``; from any thread."""
-    process = _CONTEXT.Process(target=body, args=(ports,), name=name)
-    with _ONE_AT_A_TIME, _children_ignore_main():
-        process.start()
-    return process
+    """Start a process that runs ``body(ports)``; from any thread.
+
+    It is tried again if the fork server, which is then launched anew, or the child is killed on the way. A child does
+    nothing before this process knows it, so that there are never two of it.
+
+    Raises:
+        RunFailed: no attempt succeeded.
+    """
+    with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
+        for attempt in range(ATTEMPTS):
+            time.sleep(0.1 * attempt)  # a server that dies is there for a moment longer
+            known, knows = mailbox()
+            with closing(known), closing(knows), _server_must_answer():
+                process = _CONTEXT.Process(target=_begin, args=(known, body, ports), name=name)
+                try:
+                    process.start()
+                    knows.post(0)
+                    return process
+                except (EOFError, OSError) as error:
+                    reason = error
+    raise RunFailed(f"the process {name} can't be started: {reason!r}")
+
+
+def join(process: BaseProcess) -> None:
+    """Wait until the fork server has said how ``process``, which has ended, did so."""
+    with _server_must_answer():
+        process.join()
+
+
+def _begin(known: Inbox, body: Callable[[Any], None], ports: Any) -> None:
+    """In the child."""
+    try:
+        known.take()
+    except EOFError:
+        return  # given up: there may be another in its place
+    known.close()
+    body(ports)
+
+
+@contextmanager
+def _server_must_answer() -> Iterator[None]:
+    """Kill a fork server that is stopped: whoever waits for its answer is told that it is gone."""
+
+    def kill() -> None:
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if server is not None:
+            with suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)
+
+    timer = threading.Timer(SERVER_TIMEOUT_S, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import time
 from typing import Any
 
@@ -149,6 +150,14 @@ class Hangs(Steady):
 class Exits(Steady):
     def fault(self) -> tuple[Any, Any, bool, bool, dict]:
         os._exit(13)
+
+
+class Crashes(Steady):
+    """As an engine in C++ does."""
+
+    def fault(self) -> tuple[Any, Any, bool, bool, dict]:
+        signal.raise_signal(signal.SIGSEGV)
+        return self.outcome()
 
 
 class HugeReward(Steady):

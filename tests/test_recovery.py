@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
+import re
 import signal
 import threading
 import time
 from contextlib import closing, contextmanager
 
 import pytest
+from faults import Fault, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +18,12 @@ from htsrl import determinism, envs
 from htsrl.errors import RunFailed
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
+from htsrl.rng import episode_seed
 from htsrl.run import Run
 from htsrl.rundir import create_run_dir
 from htsrl.settings import configure
+
+pytestmark = pytest.mark.usefixtures("quick_children")
 
 SMALL = {
     "num_envs": 6, "sync_interval": 16, "total_steps": 6 * 16 * 6, "minibatches": 4, "epochs": 1,
@@ -113,12 +117,15 @@ def test_a_stopped_process_counts_as_hung(tmp_path, undisturbed):
 
 
 @pytest.mark.parametrize("fault", ["Raises", "RaisesInReset", "Exits", "Hangs", "NanObservation", "InfReward"])
-def test_a_fault_that_strikes_once_is_recovered_from(tmp_path, undisturbed, monkeypatch, fault):
+def test_a_fault_that_strikes_once_is_recovered_from(tmp_path, undisturbed, fault):
     if fault == "NanObservation":
         pytest.skip("the row is in the storage before it is seen: replaying meets another observation")
     once = tmp_path / "struck"
     changes = {"step_timeout": 2.0} if fault == "Hangs" else {}
-    with fault_once(once), running(tmp_path / "run", env=f"faulty_envs:{fault}-v0", **changes) as run:
+    with (
+        scripted(tmp_path, FAULT_ONCE=str(once)),
+        running(tmp_path / "run", env=f"faulty_envs:{fault}-v0", **changes) as run,
+    ):
         result = result_of(run)
         assert once.exists()
         assert run.result.values["recovered"] == 1
@@ -126,18 +133,16 @@ def test_a_fault_that_strikes_once_is_recovered_from(tmp_path, undisturbed, monk
     assert result == undisturbed("faulty_envs:Steady-v0")
 
 
-@contextmanager
-def fault_once(path):
-    """Children inherit the environment of the fork server: give this run one of its own."""
-    from multiprocessing.forkserver import _forkserver
-
-    _forkserver._stop()
-    os.environ["FAULT_ONCE"] = str(path)
-    try:
-        yield
-    finally:
-        del os.environ["FAULT_ONCE"]
-        _forkserver._stop()
+def test_one_that_is_stopped_once_it_has_said_why_it_fails_is_replaced(tmp_path, undisturbed):
+    faults = [Fault("executor", "after environment", index=e, number=signal.SIGSTOP) for e in (0, 1)]
+    (tmp_path / "strikes").mkdir()
+    with (
+        scripted(tmp_path / "strikes", *faults, FAULT_ONCE=str(tmp_path / "struck")),
+        running(tmp_path / "run", env="faulty_envs:Raises-v0") as run,
+    ):
+        result = result_of(run)  # or waits for ever
+    assert run.result.values["recovered"] == 1
+    assert result == undisturbed("faulty_envs:Steady-v0")
 
 
 def test_an_environment_that_does_not_repeat_itself_is_noticed(tmp_path, capsys):
@@ -161,9 +166,34 @@ def test_an_environment_that_does_not_repeat_itself_is_noticed(tmp_path, capsys)
 
 def test_the_same_failure_at_the_same_step_ends_the_run(tmp_path):
     with running(tmp_path / "run", env="faulty_envs:Raises-v0") as run:
-        with pytest.raises(RunFailed, match="the robot fell over"):
+        with pytest.raises(RunFailed) as failure:
             run.train(threading.Event())
         assert 1 <= run.crew.recovered <= 6  # each replica may be forgiven once
+    where = r"replica (\d), episode (\d), step 36 \(episode seed (\d+), action [01]; executor [01]\)"
+    end = r'faulty_envs\.py".*RuntimeError: the robot fell over\nThis was failure 2 at the same place'
+    found = re.search(rf"(?s)faulty_envs:Raises-v0 failed in step: {where}:\nTraceback.*{end}", str(failure.value))
+    assert found, failure.value
+    replica, episode, seed = map(int, found.groups())
+    assert seed == episode_seed(run.config.seed, replica, episode)
+
+
+def test_a_crash_in_native_code_shows_where(tmp_path):
+    with running(tmp_path / "run", env="faulty_envs:Crashes-v0", max_restarts=1) as run:
+        with pytest.raises(RunFailed) as failure:
+            run.train(threading.Event())
+        assert run.crew.recovered == 1
+    text = str(failure.value)
+    assert re.search(r'(?s)executor [01] was killed by signal 11:\n.*faulty_envs\.py", line \d+ in fault', text), text
+    assert text.endswith("No more restarts: 1 have been made (--max-restarts 1)")
+
+
+def test_whoever_never_comes_up_is_not_started_for_ever(tmp_path):
+    dies = Fault("actor", "before ready", 1, times=10)
+    (tmp_path / "strikes").mkdir()
+    with scripted(tmp_path / "strikes", dies), running(tmp_path / "run", env="CartPole-v1") as run:
+        with pytest.raises(RunFailed, match=r"(?s)actor 0 was killed by signal 9.*failure 4 at the same place"):
+            run.train(threading.Event())
+        assert run.crew.recovered == 3
 
 
 def test_without_restarts_the_first_failure_ends_the_run(tmp_path):
