@@ -207,6 +207,18 @@ class WatchedReports:
 # ---------------------------------------------------------------------------------------------------------- the run
 
 
+@contextmanager
+def fault_once(path: Path) -> Iterator[None]:
+    """Have faulty environments strike once: children inherit the environment of the fork server, here one of its own."""
+    forkserver._forkserver._stop()
+    os.environ["FAULT_ONCE"] = str(path)
+    try:
+        yield
+    finally:
+        del os.environ["FAULT_ONCE"]
+        forkserver._forkserver._stop()
+
+
 def launch_quick_server() -> None:
     """Launch a fork server that has loaded what any child loads, torch, too: each starts in a blink."""
     forkserver._forkserver._stop()

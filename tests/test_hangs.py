@@ -11,7 +11,8 @@ import time
 
 import psutil
 import pytest
-from test_recovery import fault_once, result_of, running
+from faults import fault_once
+from test_recovery import result_of, running
 
 from htsrl.errors import RunFailed
 

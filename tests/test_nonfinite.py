@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from faults import fault_once
 from rollouts import vector_spec
 from safetensors.numpy import load_file
-from test_recovery import fault_once
 
 from htsrl.checkpoint import list_checkpoints
 from htsrl.errors import NonFinite, RunFailed
