@@ -209,7 +209,7 @@ class WatchedReports:
 
 @contextmanager
 def fault_once(path: Path) -> Iterator[None]:
-    """Have faulty environments strike once: children inherit the environment of the fork server, here one of its own."""
+    """Have faulty environments strike once: children inherit the environment of the fork server, here of a new one."""
     forkserver._forkserver._stop()
     os.environ["FAULT_ONCE"] = str(path)
     try:
