@@ -15,12 +15,21 @@ from htsrl import envs
 from htsrl.actors.delays import random_pauses
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts, Lines
-from htsrl.actors.reports import EnvironmentFault, reported, send_ready, send_unreproducible, signs_of_life
+from htsrl.actors.reports import (
+    EnvironmentFault,
+    reported,
+    send_note,
+    send_ready,
+    send_unreproducible,
+    signs_of_life,
+)
+from htsrl.actors.snapshots import Snapshots
 from htsrl.envs import checks
 from htsrl.envs.spec import ActionSpec
 from htsrl.rng import episode_seed
 from htsrl.storage import trace
 from htsrl.storage.episodes import EpisodeLog
+from htsrl.storage.snapshots import Snapshot, fingerprint
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -43,6 +52,7 @@ def run_executor(ports: ExecutorPorts) -> None:
         pause = random_pauses(ports.delay_ms)
         actor_of = ports.layout.actor_of.tolist()
         T = ports.sync_interval
+        snapshots = Snapshots(ports.snapshots, ports.lines)
         send_ready(ports.lines)
 
         while True:
@@ -62,6 +72,8 @@ def run_executor(ports: ExecutorPorts) -> None:
                 open_rows(storage, row, groups[g])
                 control.posted[g] = interval * T + row + 1
             request(list(rows), actor_of, ports)
+            for replica in replicas:  # while the actors work
+                snapshots.take(replica)
             arrived = [g for g in rows if control.answered[g] == control.posted[g]]
 
             # Step replicas in the order in which their answers arrive
@@ -134,19 +146,53 @@ class Replica:
             self.env = envs.make(ports.spec.env_id, ports.options)
         except Exception as error:
             raise self.fault("construction") from error
+        self.published = ports.snapshots
         self.alive()
 
     def start(self, log: EpisodeLog, lines: Lines) -> None:
-        """Begin episode ``log.episode``, or replay it up to where it stood.
+        """Begin episode ``log.episode`` and go on to where it stood: from its snapshot, or else by all its actions.
 
         An environment that does not repeat itself is reported; its episode ends where it stood, without an outcome.
         """
         trace.mark("replay", self.column)
-        self.episode = log.episode - 1
-        obs = self.reset()
+        obs = None
+        if log.snapshot is not None:
+            try:
+                obs = self.restored(log, log.snapshot)
+            except Exception as error:
+                send_note(lines, f"a snapshot was no good ({error.__cause__ or error!r}): its episode is replayed")
+        if obs is None:
+            obs = self.play(log.actions, self.begin(log.episode))
+        self.obs = np.array(obs, self.spec.observation_dtype)
+        self.reset_pending = log.reset_pending
+        if log.last_obs is not None and self.obs.tobytes() != log.last_obs.tobytes():
+            send_unreproducible(lines, self.column)
+            self.obs = log.last_obs
+            self.reset_pending = True
+
+    def restored(self, log: EpisodeLog, snapshot: Snapshot) -> np.ndarray:
+        """The observation at which episode ``log.episode`` stood, by way of ``snapshot`` and the actions since.
+
+        Raises:
+            Exception: whatever the environment raises; ValueError where it came to anything else than before.
+        """
+        obs = self.begin(log.episode)
+        self.env.restore(snapshot.data)  # type: ignore[attr-defined]
+        self.steps, self.reward = snapshot.steps, snapshot.reward
+        obs = self.play(log.actions[snapshot.steps : snapshot.later], obs)
+        if fingerprint(self.env.snapshot()) != snapshot.fingerprint:  # type: ignore[attr-defined]
+            raise ValueError("it led to another state than before")
+        obs = self.play(log.actions[snapshot.later :], obs)
+        if log.last_obs is None or np.asarray(obs, log.last_obs.dtype).tobytes() != log.last_obs.tobytes():
+            raise ValueError("it led to another observation than before")
+        self.published.write(self.column, snapshot)  # it serves the next checkpoint, too
+        return obs
+
+    def play(self, actions: np.ndarray, obs: np.ndarray) -> np.ndarray:
+        """Repeat ``actions`` [L, *A] of this episode, which stands at ``obs``; returns the observation after them."""
         to_env = action_converter(self.spec.action)
         self.alive()
-        for row in log.actions:
+        for row in actions:
             (action,) = to_env(row[None])
             try:
                 obs, reward, *_, info = self.env.step(action)
@@ -155,12 +201,12 @@ class Replica:
                 raise self.fault("step", action) from error
             self.steps += 1
             self.alive()
-        self.obs = np.array(obs, self.spec.observation_dtype)
-        self.reset_pending = log.reset_pending
-        if log.last_obs is not None and self.obs.tobytes() != log.last_obs.tobytes():
-            send_unreproducible(lines, self.column)
-            self.obs = log.last_obs
-            self.reset_pending = True
+        return obs
+
+    def begin(self, episode: int) -> np.ndarray:
+        """Begin ``episode`` from its own seed."""
+        self.episode = episode - 1
+        return self.reset()
 
     def go_on(self) -> np.ndarray:
         """Begin the next episode within a step."""

@@ -14,6 +14,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.storage.episodes import EpisodeLog
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.snapshots import SnapshotFile
 
 if TYPE_CHECKING:
     from htsrl.actors.reports import Stack
@@ -44,6 +45,8 @@ class ExecutorPorts:
     sync_interval: int
     logs: list[EpisodeLog]
     """Where each of its replicas stands; replayed before it steps any."""
+    snapshots: SnapshotFile
+    """Where snapshots of its environments go."""
     inbox: Inbox
     actors: list[Outbox]
     barrier: Outbox

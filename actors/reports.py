@@ -103,6 +103,11 @@ def send_unreproducible(lines: Lines, replica: int) -> None:
     _send(lines, {"kind": "unreproducible", "replica": replica})
 
 
+def send_note(lines: Lines, text: str) -> None:
+    """Tell the run something that a person should know; the same from many replicas is shown once."""
+    _send(lines, {"kind": "note", "text": text})
+
+
 def _send(lines: Lines, report: dict[str, Any]) -> None:
     with suppress(OSError):  # the run does not listen any more
         lines.reports.send_bytes(json.dumps(report, default=str).encode())

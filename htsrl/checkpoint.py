@@ -2,7 +2,8 @@
 
 A checkpoint stands for the start of an interval, after the learner has consumed the storage before it: so it needs no
 storage, and is written while the executors already work. Its tensors are the newest and the behaviour parameters by
-name, the optimizer's state and the episode logs; everything else is JSON in the file's header.
+name, the optimizer's state, the episode logs and snapshots of environments; everything else is JSON in the file's
+header. One with snapshots is sealed, see `htsrl.seal`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.numpy import save
 
 from htsrl.errors import ConfigError
 from htsrl.rundir import CHECKPOINTS, write_atomically
+from htsrl.seal import is_sealed, seal
 
 FORMAT = 1
 _SUFFIX = ".safetensors"
@@ -30,9 +32,11 @@ class Checkpoint:
     """What a checkpoint file holds."""
 
     tensors: dict[str, np.ndarray]
-    """By name: ``parameters/*``, ``behaviour/*``, ``algorithm/*``, ``episodes/*``."""
+    """By name: ``parameters/*``, ``behaviour/*``, ``algorithm/*``, ``episodes/*``, ``snapshots/*``."""
     state: dict[str, Any]
     """JSON: interval, version, steps, counters, digests, package versions."""
+    sealed: bool = False
+    """True where it was read from a file that a run of this user wrote."""
 
     def group(self, prefix: str) -> dict[str, np.ndarray]:
         """The tensors under ``prefix/``, without the prefix."""
@@ -57,7 +61,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write one file, whole or not at all."""
     state = json.dumps(checkpoint.state, sort_keys=True)
-    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(checkpoint.tensors, state)}
+    checksum = _checksum(checkpoint.tensors, state)
+    metadata = {"format": str(FORMAT), "state": state, "sha256": checksum}
+    if checkpoint.group("snapshots"):
+        metadata["seal"] = seal(checksum)
     arrays = {name: np.require(array, requirements="C") for name, array in checkpoint.tensors.items()}
     write_atomically(path, save(arrays, metadata))
 
@@ -91,7 +98,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise ConfigError(f"the checkpoint {path} is damaged ({error})") from None
     if not isinstance(state, dict):
         raise ConfigError(f"the checkpoint {path} is damaged: its state is not an object")
-    return Checkpoint(tensors, state)
+    return Checkpoint(tensors, state, is_sealed(metadata["sha256"], metadata.get("seal", "")))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -40,6 +40,7 @@ from htsrl.errors import EnvironmentFailed, RunFailed
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.snapshots import SnapshotFile
 from htsrl.storage.trace import lane_mark
 
 STOP_TIMEOUT_S = 5.0
@@ -130,6 +131,8 @@ class Crew:
         """Processes that were replaced."""
         self.reproducible = True
         """False once a replay led to another observation than before."""
+        self.snapshots = SnapshotFile()
+        """What the executors have published of their environments."""
         self._config, self._spec, self._layout, self._arena, self._logs = config, spec, layout, arena, logs
         self._delay_ms = delay_ms
         self._control = arena.views("control")
@@ -139,6 +142,7 @@ class Crew:
         self._failure: RunFailed | None = None
         self._stopping = False
         self._events: list[str] = []
+        self._notes: set[str] = set()
         self._failed_at: Counter[Hashable] = Counter()
 
         # All edges of the process graph
@@ -232,6 +236,7 @@ class Crew:
         for child in self.children:
             child.kill()
             child.close()
+        self.snapshots.close()
         ends = (self._barrier, self._at_barrier, self._lifeline, self._hold_lifeline, self._wake, self._waker)
         self._finalizer.cancel()
         for end in (*ends, *(end for pair in (*self._to_executor, *self._to_actor) for end in pair)):
@@ -250,6 +255,7 @@ class Crew:
                 seed=self._config.seed,
                 sync_interval=self._config.runtime.sync_interval,
                 logs=[logs[n] for n in self._layout.executor_columns[e]],
+                snapshots=self.snapshots,
                 inbox=self._to_executor[e][0],
                 actors=[post for _, post in self._to_actor],
                 barrier=self._at_barrier,
@@ -339,6 +345,10 @@ class Crew:
                     "marked as not reproducible"
                 )
             self.reproducible = False
+        elif report["kind"] == "note":
+            if report["text"] not in self._notes:
+                self._notes.add(report["text"])
+                self._events.append(report["text"])
         else:
             child.fault = report
             child.kill()  # it ends by itself, unless it is stopped first
@@ -352,6 +362,33 @@ class Crew:
         while not child.reports.closed and child.reports.poll():
             self._hear(child)
         reason = self._reason(child)
+        if self._restoring(child):  # then it is no failure of the run
+            self._logs.forget_snapshots(self._layout.executor_columns[child.index])
+            how = "replaced by one that replays episodes instead of going on from snapshots"
+        else:
+            how = "replaced, and going on"
+            self._count_failure(child, reason)
+        self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; {how}")
+        child.kill()
+        child.close()
+        lane_mark(self._arena, str(child))("gone")
+        self.children.remove(child)
+        if child.role == "executor":
+            self.children.append(self._start_executor(child.index, self._standing(child.index)))
+        else:
+            self.children.append(self._start_actor(child.index))
+            # Whatever may have been lost with its predecessor
+            for other in self.children:
+                self._remind(other)
+
+    def _restoring(self, child: Child) -> bool:
+        """Whether ``child`` has not come up yet from snapshots of environments, which may be what ended it."""
+        if child.role != "executor" or child.ready:
+            return False
+        return any(self._logs.logs[n].snapshot is not None for n in self._layout.executor_columns[child.index])
+
+    def _count_failure(self, child: Child, reason: RunFailed) -> None:
+        """Raise ``reason`` if it comes back, or if there have been too many."""
         place, kind = self._place(child)
         _, idle = self._progress(child)
         if kind == "reported" or not idle or not child.ready:  # one that had nothing to do did not fail at it
@@ -365,19 +402,7 @@ class Crew:
             )
         if self.recovered >= most:
             raise type(reason)(f"{reason}\nNo more restarts: {self.recovered} have been made (--max-restarts {most})")
-        self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; replaced, and going on")
-        child.kill()
-        child.close()
-        lane_mark(self._arena, str(child))("gone")
-        self.children.remove(child)
         self.recovered += 1
-        if child.role == "executor":
-            self.children.append(self._start_executor(child.index, self._standing(child.index)))
-        else:
-            self.children.append(self._start_actor(child.index))
-            # Whatever may have been lost with its predecessor
-            for other in self.children:
-                self._remind(other)
 
     def _standing(self, e: int) -> dict[int, EpisodeLog]:
         """Where the replicas of executor ``e`` stand, which has just ended."""
@@ -444,7 +469,7 @@ class Crew:
         for child in hung:
             child.fault = {"kind": "hung", "seconds": now - child.since, "stack": child.stack.read()}
             child.kill()
-        if hung and not self._up:
+        if hung and not self._up and not any(self._restoring(child) for child in hung):
             raise RunFailed("\n".join(str(self._reason(child)) for child in hung))
 
     def _progress(self, child: Child) -> tuple[int, bool]:

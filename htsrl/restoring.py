@@ -18,6 +18,7 @@ from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.learner.learner import Learner
+from htsrl.storage.snapshots import MAX_BYTES
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -31,6 +32,18 @@ class ReplicaState(BaseModel):
 
     episode: Count
     reset_pending: bool
+
+
+class SnapshotState(BaseModel):
+    """A snapshot of a replica's environment, beside its bytes; see :class:`htsrl.storage.snapshots.Snapshot`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    episode: Count
+    steps: Count
+    reward: float
+    later: Count
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class PolicyLagState(BaseModel):
@@ -63,6 +76,8 @@ class RunState(BaseModel):
     returns: list[float]
     scores: list[float]
     replicas: list[ReplicaState]
+    snapshots: dict[Text, SnapshotState] = Field(default_factory=dict)
+    """By replica, of those whose episodes had grown long."""
     versions: dict[Text, Text]
     fingerprint: dict[Text, Text | int]
     policy_lag: PolicyLagState | None = None
@@ -101,6 +116,7 @@ def refuse_unfit(run_dir: Path, checkpoint: Checkpoint, config: AnyConfig, spec:
         learner = Learner(config, spec, torch.device("cpu"))
         _check_counters(checkpoint.state, config, learner.lag)
         _check_episodes(checkpoint, config, spec)
+        _check_snapshots(checkpoint)
         for steps, named in waiting_evaluations(checkpoint).items():
             if steps > checkpoint.state["steps"]:
                 raise ValueError(f"an evaluation after {steps} steps waits, but {checkpoint.state['steps']} were made")
@@ -150,3 +166,18 @@ def _check_episodes(checkpoint: Checkpoint, config: AnyConfig, spec: EnvSpec) ->
         inside = ~np.isnan(actions) if action.kind == "box" else (actions >= 0) & (actions < action.nvec)
         if not inside.all():
             raise ValueError(f"replica {n} made an action that is outside of its space")
+
+
+def _check_snapshots(checkpoint: Checkpoint) -> None:
+    """ValueError where a snapshot isn't bytes, or not of its replica's episode. The seal vouches for the rest."""
+    logs, snapshots = checkpoint.group("episodes"), checkpoint.group("snapshots")
+    if snapshots.keys() != checkpoint.state.get("snapshots", {}).keys() or not snapshots.keys() <= logs.keys():
+        raise ValueError("its snapshots are not those of its replicas")
+    for n, data in snapshots.items():
+        about = checkpoint.state["snapshots"][n]
+        if data.dtype != np.uint8 or data.ndim != 1 or len(data) > MAX_BYTES:
+            raise ValueError(f"the snapshot of replica {n} is {data.dtype} {data.shape}")
+        if about["episode"] != checkpoint.state["replicas"][int(n)]["episode"]:
+            raise ValueError(f"the snapshot of replica {n} is of another episode")
+        if not about["steps"] < about["later"] <= len(logs[n]):
+            raise ValueError(f"the snapshot of replica {n} is of step {about['steps']}, its episode has {len(logs[n])}")

@@ -7,8 +7,9 @@ in the system creates a generator, and nothing draws from a global one.
 
 from __future__ import annotations
 
+import os
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,6 +64,26 @@ def gumbel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Standard normal noise, float32."""
     return rng.standard_normal(size=shape, dtype=np.float32)
+
+
+def saved_state(rng: np.random.Generator) -> dict[str, Any]:
+    """Where a generator of :func:`generator` stands, as plain numbers for JSON."""
+    state = dict(rng.bit_generator.state)
+    return state | {
+        "state": {name: words.tolist() for name, words in state["state"].items()},
+        "buffer": state["buffer"].tolist(),
+    }
+
+
+def continue_from(rng: np.random.Generator, saved: dict[str, Any]) -> None:
+    """Let ``rng`` go on where another stood when its :func:`saved_state` was taken."""
+    words = {name: np.array(values, np.uint64) for name, values in saved["state"].items()}
+    rng.bit_generator.state = saved | {"state": words, "buffer": np.array(saved["buffer"], np.uint64)}
+
+
+def secret() -> bytes:
+    """32 bytes that nobody can guess, for the key that seals this user's files. No result depends on them."""
+    return os.urandom(32)
 
 
 def unseeded() -> np.random.Generator:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields, trace_fields
 from htsrl.storage.memory import Arena, total_bytes
+from htsrl.storage.snapshots import Snapshot
 from htsrl.storage.trace import mark, open_lane
 from htsrl.tracefile import LEARNER, TraceFile, lanes
 
@@ -347,13 +348,16 @@ class Run:
         self.saved_at = time.monotonic()
         logs = self.episode_logs.logs
         last_obs = [log.last_obs for log in logs if log.last_obs is not None]
+        snapshots = self.snapshots() if result is None else {}
         tensors = {
             **self.learner.tensors(),
             **{f"episodes/{n}": log.actions for n, log in enumerate(logs)},
+            **{f"snapshots/{n}": np.frombuffer(snapshot.data, np.uint8) for n, snapshot in snapshots.items()},
             **(self.evaluator.pending() if self.evaluator is not None else {}),
             **({"last_obs": np.stack(last_obs)} if len(last_obs) == len(logs) else {}),
         }
-        state = {"finished": result is not None, "result": result, **self.state()}
+        headers = {n: snapshot.header() for n, snapshot in snapshots.items()}
+        state = {"finished": result is not None, "result": result, "snapshots": headers, **self.state()}
         checkpoint = Checkpoint(tensors, state)
         return save_checkpoint(self.run_dir / CHECKPOINTS, checkpoint, self.config.output.keep_checkpoints)
 
@@ -379,6 +383,12 @@ class Run:
                 int(self.config.runtime.learner_threads), self.config.runtime.device
             ),
         }
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Published snapshots of the episodes in the logs, by replica."""
+        found = {n: self.crew.snapshots.read(n) for n in range(self.N)}
+        logs = self.episode_logs.logs
+        return {str(n): snapshot for n, snapshot in found.items() if snapshot is not None and logs[n].holds(snapshot)}
 
     def finish(self, stop: threading.Event) -> None:
         """Wait for the last evaluations, unless interrupted; write the last checkpoint and the result."""
@@ -436,18 +446,24 @@ class Run:
 
 
 def restored_logs(checkpoint: Checkpoint, N: int) -> list[EpisodeLog]:
-    """The episode logs of all replicas, as a checkpoint holds them."""
+    """The episode logs of all replicas, as a checkpoint holds them; with its snapshots if this user's runs wrote it."""
     replicas, actions = checkpoint.state["replicas"], checkpoint.group("episodes")
     last_obs = checkpoint.tensors.get("last_obs")
-    return [
-        EpisodeLog(
+    headers = checkpoint.state.get("snapshots", {}) if checkpoint.sealed else {}
+    logs = []
+    for n in range(N):
+        log = EpisodeLog(
             episode=replicas[n]["episode"],
             pieces=(actions[str(n)],),
             reset_pending=replicas[n]["reset_pending"],
             last_obs=None if last_obs is None else last_obs[n],
         )
-        for n in range(N)
-    ]
+        if str(n) in headers:
+            log = replace(
+                log, snapshot=Snapshot(**headers[str(n)], data=checkpoint.tensors[f"snapshots/{n}"].tobytes())
+            )
+        logs.append(log)
+    return logs
 
 
 def crossed(every: int | None, before: int, after: int) -> bool:

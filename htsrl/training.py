@@ -98,6 +98,10 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
         if differences:
             notes.append(f"not the same machine or packages as before ({differences}): bits may differ from here on")
             checkpoint = replace(checkpoint, state=checkpoint.state | {"reproducible": False})
+        if checkpoint.state.get("snapshots") and not checkpoint.sealed:
+            notes.append(
+                "snapshots of environments are not used, this user's runs didn't make them: replaying episodes"
+            )
     with alone_in(run_dir):
         for path, _ in damaged:
             path.rename(path.with_suffix(".damaged"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from htsrl.storage.snapshots import Snapshot
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,17 @@ class EpisodeLog:
     """The episode was truncated: the next row resets."""
     last_obs: np.ndarray | None = None
     """[*obs] the observation it stands at, to check a replay against; None where none is known."""
+    snapshot: Snapshot | None = None
+    """An earlier moment of the episode, to go on from instead of replaying all actions."""
 
     @property
     def actions(self) -> np.ndarray:
         """[L, *A] its actions so far."""
         return np.concatenate(self.pieces)
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether ``snapshot`` and the one that checks it are of this episode, and of no later moment."""
+        return snapshot.episode == self.episode and snapshot.later <= sum(len(piece) for piece in self.pieces)
 
 
 class EpisodeLogs:
@@ -33,6 +41,11 @@ class EpisodeLogs:
     def __init__(self, logs: list[EpisodeLog], interval: int) -> None:
         self.logs = logs
         self.interval = interval
+
+    def forget_snapshots(self, columns: range) -> None:
+        """Drop the snapshots of ``columns``."""
+        for n in columns:
+            self.logs[n] = replace(self.logs[n], snapshot=None)
 
     def advance(self, storage: Any) -> None:
         """Go on to the start of the next interval; ``storage`` holds this one's T rows."""

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.atari
 
 PLAIN = AtariOptions()
 STICKY = AtariOptions(sticky_actions=0.25)
+LIVES = AtariOptions(terminal_on_life_loss=True)
 
 
 def actions(seed: int, choices: int) -> Iterator[int]:
@@ -133,6 +134,70 @@ def test_games_are_the_same_in_another_process() -> None:
     assert fresh.stdout.split() == [digest(env, 5)]
     assert fresh.stderr == ""
     assert digest(env, 5) != digest(envs.make("atari:Pong", PLAIN), 5)
+
+
+def rest_of_a_game(env: envs.Environment, choices: int, steps: int = 150) -> str:
+    """Digest of everything that a game shows from here on, and of where it ends."""
+    sha = hashlib.sha256()
+    chosen = actions(1, choices)
+    for _ in range(steps):
+        observation, reward, terminated, truncated, info = env.step(next(chosen))
+        sha.update(observation.tobytes() + repr((reward, terminated, truncated, sorted(info.items()))).encode())
+        if terminated:
+            sha.update(env.reset(8).tobytes())
+    assert isinstance(env, envs.Restorable)
+    return sha.hexdigest() + hashlib.sha256(env.snapshot()).hexdigest()
+
+
+LEFT = {
+    "Pong": (AtariOptions(sticky_actions=0.95), 6),  # the last action before goes on after
+    "Breakout": (LIVES, 4),
+    "MontezumaRevenge": (STICKY, 18),
+    "Qbert": (PLAIN, 6),
+}
+
+
+def test_games_go_on_from_a_snapshot_in_another_process(tmp_path: Path) -> None:
+    expected = []
+    for game, (options, choices) in LEFT.items():
+        env = envs.make(f"atari:{game}", options)
+        env.reset(5)
+        for action, _ in zip(actions(0, choices), range(180), strict=False):
+            env.step(action)
+        (tmp_path / game).write_bytes(env.snapshot())
+        left = env.snapshot()
+        expected.append(rest_of_a_game(env, choices))
+        env.reset(5)
+        assert rest_of_a_game(env, choices) != expected[-1]
+        # An emulator that has played other things
+        env.reset(5)
+        env.restore(left)
+        assert rest_of_a_game(env, choices) == expected[-1]
+    code = (
+        "from test_atari import *\n"
+        "for game, (options, choices) in LEFT.items():\n"
+        "    env = envs.make(f'atari:{game}', options); env.reset(5)\n"
+        "    env.restore((Path(sys.argv[1]) / game).read_bytes()); print(rest_of_a_game(env, choices))"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+    )
+    assert fresh.stdout.split() == expected
+
+
+def test_a_cartridge_that_tells_too_little_is_found_out() -> None:
+    """Pitfall II's has a chip of its own, part of which the emulator's state lacks."""
+    played, restored = (envs.make("atari:Pitfall2", PLAIN) for _ in range(2))
+    for env in (played, restored):
+        env.reset(5)
+    chosen = list(zip(actions(0, 18), range(60 + 128), strict=False))
+    for action, _ in chosen[:60]:
+        played.step(action)
+    restored.restore(played.snapshot())
+    for action, _ in chosen[60:]:
+        played.step(action)
+        restored.step(action)
+    assert played.snapshot() != restored.snapshot()
 
 
 def test_a_lost_life_is_told_and_the_game_goes_on() -> None:

@@ -132,6 +132,46 @@ def test_episodes_depend_on_seed_and_actions_alone(dense: envs.Environment) -> N
     assert fresh.stderr == ""
 
 
+def rest_of_a_match(env: envs.Environment, steps: int = 200) -> str:
+    """Digest of everything that a match shows from here on, and of the next ones."""
+    sha = hashlib.sha256()
+    chosen = actions(1, biased=True)
+    for _ in range(steps):
+        observation, reward, terminated, truncated, info = env.step(next(chosen))
+        sha.update(observation.tobytes() + repr((reward, terminated, truncated, info)).encode())
+        if terminated:
+            sha.update(env.reset(8).tobytes())
+    return sha.hexdigest()
+
+
+# Seed 1 processes the right team first, which the engine remembers in more places than its state tells
+LEFT = [("5_vs_5", DENSE, 1, 40), ("11_vs_11_stochastic", VECTOR, 2, 70), ("academy_3_vs_1_with_keeper", DENSE, 1, 9)]
+
+
+def test_matches_go_on_from_a_snapshot_in_another_process(tmp_path: Path) -> None:
+    expected = []
+    for scenario, options, seed, steps in LEFT:
+        env = envs.make(f"gfootball:{scenario}", options)
+        env.reset(seed)
+        for action, _ in zip(actions(0, biased=False), range(steps), strict=False):
+            assert not env.step(action)[2]
+        (tmp_path / scenario).write_bytes(env.snapshot())
+        assert env.snapshot() == (tmp_path / scenario).read_bytes()
+        expected.append(rest_of_a_match(env))
+        env.close()
+    code = (
+        "from test_football import *\n"
+        "for scenario, options, seed, _ in LEFT:\n"
+        "    env = envs.make(f'gfootball:{scenario}', options); env.reset(seed)\n"
+        "    env.restore((Path(sys.argv[1]) / scenario).read_bytes()); print(rest_of_a_match(env)); env.close()"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+    )
+    assert fresh.stdout.split() == expected
+    assert len(set(expected)) == len(LEFT)
+
+
 def test_eight_engines_in_one_process_take_turns(dense: envs.Environment) -> None:
     replicas = [envs.make("gfootball", DENSE) for _ in range(8)]
     first = [env.reset(5).copy() for env in replicas]

@@ -1,5 +1,6 @@
 """Random numbers: keyed by position alone, disjoint between seeds, replicas, episodes and purposes; one maker."""
 
+import json
 import re
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def test_a_position_always_gives_the_same_draws(seed, stream, first, second):
         rng.generator(seed, Stream(stream % len(Stream) + 1), first, second),
     ):
         assert not np.array_equal(other.random(3), draws[0])
+
+
+def test_a_generator_goes_on_from_its_saved_state():
+    first = rng.generator(3, Stream.ENVIRONMENT, 5)
+    first.integers(100, size=7, dtype=np.uint32)  # an odd number of half words: one is left over
+    saved = json.loads(json.dumps(rng.saved_state(first)))
+    expected = first.random(50)
+    second = rng.generator(4, Stream.PROBE)
+    rng.continue_from(second, saved)
+    np.testing.assert_array_equal(second.random(50), expected)
+    assert not np.array_equal(second.random(50), expected)
 
 
 def test_negative_positions_are_refused():

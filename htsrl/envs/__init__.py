@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from htsrl.config import FAMILIES, Section
-from htsrl.envs.spec import ActionSpec, Environment, EnvSpec
+from htsrl.envs.spec import ActionSpec, Environment, EnvSpec, Restorable
 from htsrl.errors import ConfigError
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "EnvSpec",
     "Environment",
     "Family",
+    "Restorable",
     "describe",
     "family_of",
     "make",

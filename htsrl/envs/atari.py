@@ -12,6 +12,10 @@ before it; seeding the emulator instead would reload the ROM, which takes ten ti
 starts, sticky actions: Machado et al. 2018) comes from a generator keyed by the episode's seed.
 
 A lost life never ends an episode: reports are about whole games, and a game can be replayed from its seed and actions.
+A snapshot (`htsrl.envs.spec.Restorable`) is the emulator's own, and the state of generator and stack. The emulator's
+lacks where missiles and ball are drawn until the game places them again, and a part of Pitfall II's cartridge. Where
+that matters (it does there, and hardly ever elsewhere) the run notices, and replays the episode.
+
 With ``terminal_on_life_loss`` ``info['life_lost']`` says that a step cost one, and the executor marks the step as a
 termination for the learner without resetting.
 """
@@ -28,9 +32,10 @@ import numpy as np
 from ale_py import roms
 
 from htsrl.config import AtariOptions
+from htsrl.envs.snapshots import pack, unpack
 from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.errors import ConfigError
-from htsrl.rng import Stream, generator
+from htsrl.rng import Stream, continue_from, generator, saved_state
 
 SIZE = 84
 MULTIPLAYER_ONLY = frozenset({"combat", "joust", "maze_craze", "warlords"})
@@ -95,6 +100,19 @@ class AtariEnvironment:
             reward = float((reward > 0) - (reward < 0))
         return observation, reward, over, False, info
 
+    def snapshot(self) -> bytes:
+        """About 43 KB, in 0.1 ms."""
+        facts = {"generator": saved_state(self._rng), "last_action": self._actions.index(self._last_action)}
+        emulator = self._ale.cloneState(include_rng=True).serialize()
+        return pack(facts, self._stack.save() + emulator)
+
+    def restore(self, snapshot: bytes) -> None:
+        facts, engine = unpack(snapshot)
+        emulator = self._stack.load(engine)
+        self._ale.restoreState(ale_py.ALEState(emulator))
+        continue_from(self._rng, facts["generator"])
+        self._last_action = self._actions[facts["last_action"]]
+
     def render(self) -> np.ndarray:
         """The screen as [210, 160, 3] uint8 RGB."""
         return self._ale.getScreenRGB()
@@ -132,6 +150,16 @@ class FrameStack:
             self._stack[..., :-1] = self._stack[..., 1:]
         self._stack[..., -1] = image
         return self._stack
+
+    def save(self) -> bytes:
+        """All images."""
+        return self._stack.tobytes()
+
+    def load(self, data: bytes) -> bytes:
+        """The reverse of `save`; returns what follows in ``data``. Raises ValueError where there is too little."""
+        size = self._stack.nbytes
+        self._stack[...] = np.frombuffer(data[:size], np.uint8).reshape(self._stack.shape)
+        return data[size:]
 
 
 def describe(env: str, options: AtariOptions) -> EnvSpec:

@@ -8,6 +8,9 @@ Every episode has its own engine seed, drawn from the episode's seed; gfootball 
 after every reset. What gfootball carries from one episode to the next is set anew too: which team is processed first
 (it follows the seed) and the episode's number (full games change the side of the kick-off by its parity).
 
+A snapshot (`htsrl.envs.spec.Restorable`) is the engine's own state, without the pickled Python objects that gfootball
+would wrap in it, and the few numbers that gfootball and this adapter keep beside the engine.
+
 An episode that runs out of its scenario's time is a termination, as in gfootball and in the paper's experiments: time
 is part of the game. ``max_episode_steps`` truncates.
 """
@@ -26,6 +29,7 @@ import numpy as np
 
 from htsrl.config import FootballOptions
 from htsrl.envs.football_views import HEIGHT, LAYERS, WIDTH, Minimap, Simple115, View, checkpoint_reward, picture
+from htsrl.envs.snapshots import pack, unpack
 from htsrl.envs.spec import ActionSpec, EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.rng import Stream, generator
@@ -40,6 +44,7 @@ with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
 
 DEFAULT_SCENARIO = "academy_empty_goal_close"
 STACK = 4
+MEMORIES = 3
 
 
 class FootballEnvironment:
@@ -77,6 +82,35 @@ class FootballEnvironment:
         if self._pays_checkpoints:
             reward, self._checkpoints = checkpoint_reward(reward, observation, self._checkpoints)
         return self._view.push(observation), float(reward), done, False, {"score": self._score}
+
+    def snapshot(self) -> bytes:
+        """35 to 115 KB, more for more players, in 0.3 ms."""
+        rules = self._core._state
+        facts = {
+            "previous_score_diff": rules.previous_score_diff,
+            "previous_game_mode": rules.previous_game_mode,
+            "prev_ball_owned_team": rules.prev_ball_owned_team,
+            "checkpoints": self._checkpoints,
+            "score": self._score,
+            "view": self._view.save(),
+        }
+        return pack(facts, self._core._env.get_state(b""))
+
+    def restore(self, snapshot: bytes) -> None:
+        facts, engine = unpack(snapshot)
+        # Its players remember the last three tenths of a second, each with a mark of the side it is seen from. The
+        # engine's state lacks those marks: they are right where there are three memories already.
+        for _ in range(MEMORIES):
+            self._core._env.step()
+        self._core._env.set_state(engine)
+        self._core._retrieve_observation()
+        rules = self._core._state
+        rules.previous_score_diff = facts["previous_score_diff"]
+        rules.previous_game_mode = facts["previous_game_mode"]
+        rules.prev_ball_owned_team = facts["prev_ball_owned_team"]
+        self._checkpoints = facts["checkpoints"]
+        self._score = facts["score"]
+        self._view.load(facts["view"])
 
     def render(self) -> np.ndarray:
         """The minimap as [576, 768, 3] uint8 RGB."""

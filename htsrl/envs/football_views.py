@@ -27,6 +27,14 @@ class View(Protocol):
 
     def push(self, state: dict[str, Any]) -> np.ndarray: ...
 
+    def save(self) -> list:
+        """What the stack holds, for JSON."""
+        ...
+
+    def load(self, saved: list) -> None:
+        """The reverse of `save`."""
+        ...
+
 
 class Minimap:
     """gfootball's 'extracted': planes of left team, right team, ball and active player, 255 where somebody is.
@@ -45,6 +53,12 @@ class Minimap:
 
     def push(self, state: dict[str, Any]) -> np.ndarray:
         return self._show([*self._history[1:], self._marks(state)])
+
+    def save(self) -> list:
+        return self._history
+
+    def load(self, saved: list) -> None:
+        self._show(saved)
 
     def _show(self, history: list[list[int]]) -> np.ndarray:
         """Replaces the marks of the old history by those of the new, oldest first."""
@@ -94,6 +108,12 @@ class Simple115:
         self._values[: -self.SIZE] = self._values[self.SIZE :]
         self._values[-self.SIZE :] = self._newest(state)
         return self._values
+
+    def save(self) -> list:
+        return self._values.tolist()
+
+    def load(self, saved: list) -> None:
+        self._values[:] = saved
 
     def _newest(self, state: dict[str, Any]) -> np.ndarray:
         values = np.zeros(self.SIZE, np.float32)

@@ -2,7 +2,9 @@
 
 Gymnasium's outermost wrappers (PassiveEnvChecker, OrderEnforcing, TimeLimit) aren't applied: the executor checks what
 it stores, resets in order and counts steps itself. Wrappers of the environment's own registration stay, and an
-environment that returns ``truncated`` itself is believed. Every episode starts with ``reset(seed=...)``.
+environment that returns ``truncated`` itself is believed. Every episode starts with ``reset(seed=...)``. One that has
+methods ``snapshot`` and ``restore`` lets long episodes be resumed without replaying them, see
+`htsrl.envs.spec.Restorable`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 from htsrl.config import GymnasiumOptions
 from htsrl.envs import checks
 from htsrl.envs.spaces import Actions, Observations, encode_actions, encode_observations
-from htsrl.envs.spec import EnvSpec, seed31
+from htsrl.envs.spec import EnvSpec, Restorable, seed31
 from htsrl.errors import ConfigError
 from htsrl.usercode import import_module
 
@@ -33,6 +35,8 @@ class GymnasiumEnvironment:
     """A Gymnasium environment behind the executor's protocol; ``step`` is its own where nothing converts."""
 
     step: Callable[[Any], StepResult]
+    snapshot: Callable[[], bytes]
+    restore: Callable[[bytes], None]
 
     def __init__(
         self, env: gymnasium.Env, observations: Observations, actions: Actions, reward_scale: float = 1.0
@@ -43,6 +47,8 @@ class GymnasiumEnvironment:
         self._reward_scale = reward_scale
         converts = self._encode is not None or self._decode is not None or reward_scale != 1.0
         self.step = self._converting_step if converts else env.step  # type: ignore[assignment]
+        if callable(getattr(env, "snapshot", None)) and callable(getattr(env, "restore", None)):
+            self.snapshot, self.restore = env.snapshot, env.restore  # type: ignore[attr-defined]
 
     def reset(self, seed: int) -> np.ndarray:
         observation, _ = self._env.reset(seed=seed31(seed))
@@ -176,6 +182,8 @@ def _try_out(env: str, environment: GymnasiumEnvironment, observations: Observat
         checks.flag("terminated", terminated)
         checks.flag("truncated", truncated)
         dict(info)
+        if isinstance(environment, Restorable) and not isinstance(snapshot := environment.snapshot(), bytes):
+            raise TypeError(f"snapshot() must return bytes, got {type(snapshot).__name__}")
     except Exception as error:
         raise ConfigError(
             f"{env}: a reset and a step with Gymnasium's API failed: {type(error).__name__}: {error}"

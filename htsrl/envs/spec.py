@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -85,6 +85,28 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Restorable(Environment, Protocol):
+    """An environment that can also say where it is, so that a resumed run need not replay a long episode.
+
+    Optional: without it a run resumes all the same, by playing the episode again from its seed. A Gymnasium environment
+    offers it by having both methods itself (the outermost one, where its registration adds wrappers: what a wrapper
+    remembers belongs into the snapshot, too).
+
+    ``snapshot`` may be called between any two steps of an episode and must change nothing. It holds everything that
+    seed and later actions don't decide: counters, the state of generators, what earlier observations left behind. The
+    same state must give the same bytes, and nobody may need pickle to read them. 16 MiB at most.
+
+    ``restore`` is called right after ``reset`` with the seed of the same episode, usually in another process; the next
+    step must then be as if all the steps before had been made. It may raise anything: the episode is replayed then.
+    So it is when steps after ``restore`` lead to another snapshot or observation than before.
+    """
+
+    def snapshot(self) -> bytes: ...
+
+    def restore(self, snapshot: bytes) -> None: ...
 
 
 def seed31(seed: int) -> int:
