@@ -4,7 +4,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
-from faults import launch_quick_server
+from fault_points import launch_quick_server
 
 torch.set_num_threads(1)
 

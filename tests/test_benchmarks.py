@@ -110,6 +110,8 @@ def test_workloads_are_valid_configurations(benchmarks):
         ("learning.py", ["--schedules", "fast"], "fast is not a schedule"),
         ("learning.py", ["--seeds", "a"], "--seeds"),
         ("contract_cost.py", ["--rows", "0"], "--rows"),
+        ("faults.py", ["--workloads", "chess"], "chess is not a workload"),
+        ("faults.py", ["--minutes", "0"], "--minutes"),
         ("contract_cost.py", ["--spread", "17"], "between 1 and 16"),
     ],
 )
@@ -180,3 +182,46 @@ def test_learning_keeps_each_run_and_does_none_twice(tmp_path, monkeypatch):
     assert opened(path, "cartpole-ppo", 4096, 2) == record
     with pytest.raises(ConfigError, match="name another --out"):
         opened(path, "cartpole-ppo", 2048, 2)
+
+
+def test_faults_are_injected_from_outside_and_judged(benchmarks, tmp_path):
+    from signal import SIGKILL
+
+    from faults import (
+        Outcome,
+        Training,
+        as_record,
+        command_of,
+        judge,
+        kill_run,
+        read_digests,
+        strike,
+        wait_for_intervals,
+    )
+    from workloads import Workload
+
+    size = {"num_envs": 4, "sync_interval": 16, "total_steps": 4 * 16 * 60, "minibatches": 4, "epochs": 1}
+    workload = Workload("cartpole", "CartPole-v1", "ppo", size)
+    training = Training(tmp_path / "run", *command_of(workload, tmp_path / "run", seed=0))
+    assert wait_for_intervals(training, 2)
+    faults = [strike(training, "executor", SIGKILL, 0.9)]
+    assert wait_for_intervals(training, 2)
+    faults.append(kill_run(training))
+    assert [fault.kind for fault in faults] == ["executor SIGKILL", "run SIGKILL"]
+    training = Training(tmp_path / "run", "resume", str(tmp_path / "run"))
+    assert training.process.wait(60) == 0, training.words()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["recovered"] >= 1
+
+    digests = read_digests(tmp_path / "run")
+    outcome = Outcome("cartpole", 1.0, faults)
+    assert judge(training, outcome, digests, digests) == ""
+    assert judge(training, outcome, digests, digests[:-1]) == "60 intervals instead of 59"
+    other = [*digests[:7], (*digests[7][:2], "0"), *digests[8:]]
+    outcome.why_not = judge(training, outcome, digests, other)
+    assert outcome.why_not == "interval 7 differs: losses"
+    outcome.survived = True
+    record = as_record([outcome, Outcome("cartpole", 1.0, faults[:1], survived=False)])
+    assert (record["injected"], record["survived"]) == (3, 2)
+    assert record["faults"]["executor SIGKILL"] | {"seconds_to_react": 0} == {
+        "injected": 2, "survived": 1, "seconds_to_react": 0,
+    }  # fmt: skip

@@ -11,7 +11,7 @@ from multiprocessing import forkserver
 
 import psutil
 import pytest
-from faults import Fault, meanwhile, run_process, scripted, trail_of, watched
+from fault_points import Fault, meanwhile, run_process, scripted, trail_of, watched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_resume import bits
@@ -209,7 +209,13 @@ STOPPED_TOO_LONG_S = 3.0
     [
         ("hts", [Fault("executor", "after stepped", 9, number=signal.SIGSTOP)]),
         # Outsiders may stop a process where they stopped the one before it
-        ("hts", [Fault("actor", "before answered", 5, number=signal.SIGSTOP, times=2)]),
+        (
+            "hts",
+            [
+                Fault("actor", "before answered", 5, number=signal.SIGSTOP),
+                Fault("actor", "before answered", 1, number=signal.SIGSTOP, life=2),
+            ],
+        ),
         # The first actor leaves half of a last row to the second, which must be found to have work
         (
             "sync",
@@ -227,17 +233,28 @@ def test_stopped_processes_are_replaced(tmp_path, undisturbed, schedule, faults)
 
 
 def test_a_run_that_is_suspended_and_continued_blames_nobody(undisturbed):
+    def signal_all(run, number):
+        for child in run.crew.children:
+            signal.pidfd_send_signal(child.pidfd, number)
+
     def suspend(run):
-        with run.crew.changes:  # the supervisor stands still, too
-            for number, seconds in ((signal.SIGSTOP, 1.5 * STOPPED_TOO_LONG_S), (signal.SIGCONT, 0)):
-                for child in run.crew.children:
-                    signal.pidfd_send_signal(child.pidfd, number)
-                time.sleep(seconds)
+        signal_all(run, signal.SIGSTOP)
+        time.sleep(0.3 * STOPPED_TOO_LONG_S)  # the supervisor sees how far they are
+        with run.crew.changes:  # and stands still, too
+            time.sleep(1.5 * STOPPED_TOO_LONG_S)
+            signal_all(run, signal.SIGCONT)
 
     with watched(config_of(step_timeout=STOPPED_TOO_LONG_S)) as run, meanwhile(run, 30, suspend):
         trail, recovered = trail_of(run)
     assert recovered == 0
     assert first_difference(undisturbed(), trail) is None
+
+
+def test_a_replay_may_take_longer_than_a_step(tmp_path, undisturbed):
+    sleep = {"num_envs": 2, "sync_interval": 16, "total_steps": 2 * 16 * 4, "minibatches": 2}
+    config = config_of("synthetic:sleep", step_ms=30.0, step_timeout=1.2, **sleep)
+    expected = undisturbed("synthetic:sleep", step_ms=0.0, **sleep)
+    assert_survived(config, tmp_path, expected, Fault("executor", "before stepped", 56))
 
 
 # ---------------------------------------------------------------------------------------------------------- all at once

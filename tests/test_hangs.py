@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from faults import fault_once
+from fault_points import fault_once
 from test_recovery import result_of, running
 
 from htsrl.errors import RunFailed

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from faults import fault_once
+from fault_points import fault_once
 from rollouts import vector_spec
 from safetensors.numpy import load_file
 

@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 
 import psutil
 import pytest
-from faults import meanwhile, trail_of, watched
+from fault_points import meanwhile, trail_of, watched
 
 from htsrl import processes
 from htsrl.digests import first_difference

@@ -10,7 +10,7 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from faults import Fault, scripted
+from fault_points import Fault, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
