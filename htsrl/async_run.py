@@ -89,7 +89,7 @@ class AsyncRun(Run):
         self.batch = SimpleNamespace(
             **{each.name: np.zeros(each.shape[1:], each.dtype) for each in fields if each.name != "noise"}
         )
-        self.storages = [self.batch, self.batch]
+        self.storages = [self.batch, self.batch]  # whatever the interval, it was learned from here
         return arena
 
     def set_counters(self) -> None:

@@ -92,7 +92,7 @@ class Learner:
         return metrics | {"policy_lag": policy_lag}
 
     def _policy_lag(self, storage: Any) -> float:
-        """Updates between the parameters that acted and those that learn: the mean, where the schedule lets it vary."""
+        """Updates between the parameters that acted and those that learn; the mean where that varies."""
         if self.lag_varies:
             lags = (self.version - storage.behaviour_version)[storage.valid]  # of [T, N]
             assert (lags >= 0).all(), "parameters acted before they were published"
