@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,10 +52,9 @@ def _rebuild_stack(duplicate: Any) -> Stack:
 
 @contextmanager
 def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
-    """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
+    """Run a child's body: send the run the reason when it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server leaves Python's own handler to its children
     lines.stack.dump_on_request()
-    threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
     try:
         yield
     except EOFError:
@@ -92,9 +90,3 @@ def _send(lines: Lines, report: dict[str, Any]) -> None:
 
 def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _leave_with_the_run(fd: int) -> None:
-    """The run never writes to the lifeline: the read returns when its process is gone, in whatever way."""
-    os.read(fd, 1)
-    os._exit(1)

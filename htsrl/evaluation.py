@@ -18,13 +18,12 @@ import safetensors.numpy
 from htsrl import determinism, envs, processes, rng
 from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
-from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
 from htsrl.actors.reports import Stack, reported, send_ready
 from htsrl.checkpoint import load_checkpoint, newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError
+from htsrl.errors import ConfigError, RunFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rundir import require_run, update_result
@@ -46,8 +45,14 @@ class Slot:
     reward: float = 0.0
 
 
+def evaluation_batch(model: ActorCritic, spec: EnvSpec) -> InferenceBatch:
+    """What :func:`evaluate` asks; made once per process: it costs a probe, and torch never forgets a recording."""
+    device = next(model.parameters()).device
+    return InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
+
+
 def evaluate(
-    model: ActorCritic,
+    batch: InferenceBatch,
     spec: EnvSpec,
     options: Any,
     seed: int,
@@ -64,8 +69,7 @@ def evaluate(
     results = {name: np.full(episodes, np.nan) for name in ("return", "length", "score")}
     to_env = action_converter(spec.action)
     limit = spec.max_episode_steps or math.inf
-    device = next(model.parameters()).device
-    batch = InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
+    head = batch.model.head
     waiting = list(range(episodes))[::-1]
 
     def begin(env: Any) -> Slot | None:
@@ -79,14 +83,14 @@ def evaluate(
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
         return Slot(env, np.array(obs), noise, episode)
 
-    draw = rng.gumbel if model.head.noise_kind == "gumbel" else rng.normal
+    draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
     count = min(SLOTS, episodes)
     slots = [begin(envs.make(spec.env_id, options, render=film is not None and k == 0)) for k in range(count)]
     while playing := [slot for slot in slots if slot is not None]:
         # One batched forward pass for all
         for row, slot in enumerate(playing):
             batch.obs[row] = slot.obs
-            batch.noise[row] = draw(slot.noise, (model.head.noise_size,))
+            batch.noise[row] = draw(slot.noise, (head.noise_size,))
         answer = batch.answer(len(playing), mode=not stochastic)
 
         # Step each; an episode that ended makes room for the next
@@ -140,7 +144,8 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     model = build_model(spec, config.network, config.seed)
     FlatParameters(model, gradients=False).load(checkpoint.group("parameters"))
     with filming(video, spec) as film:
-        results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic, film)
+        batch = evaluation_batch(model, spec)
+        results = evaluate(batch, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
     update_result(run_dir, {"evaluation": summary})
     return summary
@@ -189,12 +194,13 @@ def run_evaluator(ports: EvaluatorPorts) -> None:
         config, output = ports.config, ports.config.output
         model = build_model(ports.spec, config.network, config.seed)
         parameters = FlatParameters(model, gradients=False)
+        batch = evaluation_batch(model, ports.spec)
         send_ready(ports.lines)
         while True:
             steps = json.loads(ports.requests.recv_bytes())
             parameters.load(safetensors.numpy.load(ports.requests.recv_bytes()))
             results = evaluate(
-                model, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic
+                batch, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic
             )
             summary = {"steps": steps, "stochastic": output.eval_stochastic} | summarise(results, ports.spec)
             ports.lines.reports.send_bytes(json.dumps({"kind": "evaluation"} | summary).encode())
@@ -280,17 +286,20 @@ class Evaluator:
         self._process.kill()
         self._process.join()
         self._process.close()
-        for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests, self._stack):
+        for end in (self._reports, self._requests, self._stack):
             end.close()
 
     def _start(self) -> None:
         self._idle = False
-        self._lifeline, self._hold_lifeline = mailbox()
         self._reports, report = multiprocessing.Pipe(duplex=False)
         requests, self._requests = multiprocessing.Pipe(duplex=False)
         self._stack = Stack()
-        ports = EvaluatorPorts(self._config, self._spec, requests, Lines(self._lifeline, report, self._stack))
-        self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
+        ports = EvaluatorPorts(self._config, self._spec, requests, Lines(report, self._stack))
+        try:
+            self._process = processes.start(run_evaluator, ports, "evaluator")
+        except RunFailed:
+            self._stack.close()
+            raise
         report.close()
         requests.close()
 

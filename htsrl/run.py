@@ -10,6 +10,7 @@ The main thread of this process is the learner. Interval j:
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 import time
 from collections import deque
@@ -32,9 +33,10 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import RunFailed
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
+from htsrl.limits import gib
 from htsrl.report import Reporter
 from htsrl.resolve import layout_for
-from htsrl.rundir import CHECKPOINTS, INITIAL
+from htsrl.rundir import CHECKPOINTS, INITIAL, reason_of
 from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields
@@ -43,6 +45,8 @@ from htsrl.storage.memory import Arena, total_bytes
 RECENT_EPISODES = 100
 # Without --checkpoint-every, this often by the clock: results don't depend on when checkpoints are written.
 CHECKPOINT_SECONDS = 60.0
+# A log of actions grows until its episode ends: from this size on, and whenever it has doubled, the person is told.
+LONG_LOGS_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -100,7 +104,7 @@ class Run:
         ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
 
         Raises:
-            ConfigError: the layout needs more file handles than there are.
+            RunFailed: the system refuses memory, a file or a process.
         """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
@@ -108,16 +112,11 @@ class Run:
         self.reproducible, self.recovered_before = True, 0
         self.pause = random_pauses(delay_ms)
         self.saved_at = -math.inf  # the first checkpoint comes after the first interval
+        self.long_logs = LONG_LOGS_BYTES
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
         self.layout = layout_for(config, spec)
-        fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
-        size = len(self.learner.parameters)
-        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
-        self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
-        self.storages = [self.arena.views("even"), self.arena.views("odd")]
-        self.control = self.arena.views("control")
         if checkpoint is None and (run_dir / INITIAL).exists():
             self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
         if checkpoint is not None:
@@ -126,13 +125,19 @@ class Run:
             self.recovered_before = checkpoint.state["recovered"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
+        processes.launch(envs.module_of(config.env))
+        fields = rollout_fields(spec, self.T, self.N, self.learner.model.head.noise_size)
+        size = len(self.learner.parameters)
+        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
+        self.arena = Arena.create({"control": control, "even": fields, "odd": fields})
+        self.storages = [self.arena.views("even"), self.arena.views("odd")]
+        self.control = self.arena.views("control")
         self.control.interval[0] = self.progress.interval - 1
         self.control.finished[:] = self.progress.interval
         for counter in (self.control.posted, self.control.answered, self.control.stepped):
             counter[:] = self.progress.interval * self.T
         self.episode_logs = EpisodeLogs(logs, self.progress.interval)
         self.result: Result
-        processes.launch(envs.module_of(config.env))
         with ExitStack() as opened:
             opened.callback(self.arena.close)
             self.evaluator = Evaluator(config, spec) if config.output.eval_every else None
@@ -275,7 +280,7 @@ class Run:
         try:
             self.save_checkpoint()
         except OSError as error:
-            self.reporter.note(f"no checkpoint this time, the run goes on: {(error.strerror or str(error)).lower()}")
+            self.reporter.note(f"no checkpoint this time, the run goes on: {reason_of(error)}")
 
     def evaluate_if_due(self) -> None:
         """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
@@ -297,8 +302,12 @@ class Run:
         """Write the checkpoint for the start of the interval after the one that was consumed last.
 
         ``result`` is what a finished run came to.
+
+        Raises:
+            OSError: it could not be written; those before it are as they were.
         """
         self.saved_at = time.monotonic()
+        self.reporter.sync()  # who resumes from it needs the records before it
         progress, learner, logs = self.progress, self.learner, self.episode_logs.logs
         tensors = {
             **learner.tensors(),
@@ -306,6 +315,7 @@ class Run:
             **(self.evaluator.pending() if self.evaluator is not None else {}),
             "last_obs": np.stack([log.last_obs for log in logs if log.last_obs is not None]),
         }
+        self.say_if_long(sum(tensors[f"episodes/{n}"].nbytes for n in range(self.N)))
         state = {
             "finished": result is not None,
             "result": result,
@@ -355,9 +365,22 @@ class Run:
         try:
             path = self.save_checkpoint(None if interrupted else values)
         except OSError as error:
-            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
+            raise RunFailed(
+                f"the last checkpoint can't be written to {self.run_dir}: {reason_of(error)}; make room, then "
+                f"`htsrl resume {shlex.quote(str(self.run_dir))}` goes on from the one before it"
+            ) from None
         self.result = Result(self.run_dir, interrupted, values)
         self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
+
+    def say_if_long(self, size: int) -> None:
+        """Say it where episodes hardly ever end: the ``size`` bytes of their logs grow as long as they last."""
+        if size < self.long_logs:
+            return
+        self.long_logs = 2 * size
+        self.reporter.note(
+            f"the actions of episodes that have not ended take {gib(size)}, in memory and in each checkpoint, and a "
+            "resumed run replays them: --max-episode-steps ends episodes sooner"
+        )
 
     def hear_crew(self) -> None:
         """Pass on what happened to the crew since the last barrier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from multiprocessing import reduction
@@ -72,5 +73,5 @@ def total_bytes(fields: dict[str, list[Field]]) -> int:
 
 
 def _aligned(field: Field) -> int:
-    size = int(np.prod(field.shape, dtype=np.int64)) * field.dtype.itemsize
+    size = math.prod(field.shape) * field.dtype.itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
