@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
-from htsrl.rundir import require_run, update_result
+from htsrl.rundir import RESULT, reason_of, require_run, update_result
 from htsrl.tomlfile import load_config
 
 # Episodes played side by side. Every episode that is started is counted, whatever its length.
@@ -147,7 +148,10 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
         batch = evaluation_batch(model, spec)
         results = evaluate(batch, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
-    update_result(run_dir, {"evaluation": summary})
+    try:
+        update_result(run_dir, {"evaluation": summary})
+    except OSError as error:  # the folder of somebody else, or a full disk: no reason to lose the figures
+        print(f"htsrl: note: {run_dir / RESULT} stays as it was: {reason_of(error)}", file=sys.stderr)
     return summary
 
 
