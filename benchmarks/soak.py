@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from throughput import overrides
 from tree import Tree, kib
 from workloads import flags
 
+from htsrl.envs.synthetic import Counting
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.logfiles import read_json_lines
 from htsrl.rundir import EVALUATIONS, METRICS
@@ -44,14 +47,17 @@ SETTINGS = {
     "eval_every": 40_000, "checkpoint_every": 40_000,
 }  # fmt: skip
 SAMPLE_S = 2.0
+MISSED_S = 5 * SAMPLE_S
+"""A process that was not seen for longer at the beginning or the end was not there."""
 FIRST_SAMPLE_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
 MOST_SAMPLES = 60
 """Of a process that are kept in the record."""
 
 MEASURES = ("pss_mib", "rss_mib", "handles", "threads")
-TOLERANCE = {"pss_mib": 2.0, "rss_mib": 2.0, "handles": 0.5, "threads": 0.5}
-"""How much a measure's fitted line may rise over the whole time after the warm-up."""
+TOLERANCE = {"rss_mib": 2.0, "handles": 0.5, "threads": 0.5}
+"""How much a measure's fitted line may rise over the whole time after the warm-up. PSS has none: it also rises when
+another program that maps the same libraries ends."""
 
 
 @dataclass
@@ -70,7 +76,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=4.0, metavar="M", help="how long (default: 4)")
     parser.add_argument("--warm-up", type=float, metavar="S", help="seconds that don't count (default: a third)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another setting of the run")
-    parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE", help=f"the record (default: {RESULT.name})")
+    parser.add_argument(
+        "--json", type=Path, default=RESULT, metavar="FILE", help=f"the record (default: {RESULT.name})"
+    )
     given = parser.parse_args()
     seconds = 60.0 * given.minutes
     warm_up = seconds / 3 if given.warm_up is None else given.warm_up
@@ -83,14 +91,15 @@ def main() -> int:
         run_dir, scratch = Path(folder) / "run", Path(folder) / "tmp"
         scratch.mkdir()
         watched, speeds, ending = soak(run_dir, scratch, settings, seconds)
-        done = accomplished(run_dir)
-    judged = {each.name: judge(each, warm_up) for each in watched}
+        done = accomplished(run_dir, int(settings["checkpoint_every"]))
+    judged = {each.name: judge(each, warm_up, speeds[-1][0]) for each in watched}
     flat = all(measure["flat"] for measures in judged.values() for measure in measures.values())
     ok = flat and ending["status"] == 130 and not ending["left"]
     save_json(
         given.json,
         circumstances()
         | {"env": ENV, "settings": settings, "seconds": seconds, "warm_up_seconds": warm_up, "tolerance": TOLERANCE}
+        | {"terminations_of_ends": share_of_terminations(int(settings["max_episode_steps"]))}
         | {"flat": flat, "ending": ending, "accomplished": done, "processes": judged}
         | {"steps_per_second": thinned([[round(second), round(speed)] for second, speed in speeds])}
         | {"sample_columns": ("seconds", *MEASURES), "samples": {each.name: rows_of(each) for each in watched}},
@@ -138,7 +147,8 @@ def soak(
         tree.end(process)
     _, alive = psutil.wait_procs([each for each in tree.processes() if each.pid != process.pid], timeout=2)
     left = [f"process {each.pid}" for each in alive]
-    left += [str(path.name) for path in scratch.iterdir()]
+    # torch's optimizers import its compiler, which makes a folder for all programs of a user
+    left += [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
     left += sorted(files_in("/dev/shm") - shared)
     return list(watched.values()), speeds, {"status": process.returncode, "seconds": took, "left": left}
 
@@ -166,6 +176,8 @@ def look(process: psutil.Process, watched: dict[int, Watched], seconds: float) -
     except OSError:
         return
     memory = [kib(process.pid, "smaps_rollup", key) / 1024 for key in ("Pss:", "Rss:")]
+    if process.pid not in watched and any(each.name == name for each in watched.values()):
+        name = f"{name} again ({process.pid})"
     each = watched.setdefault(process.pid, Watched(name, process.pid))
     each.seconds.append(seconds)
     each.samples.append((*memory, handles, threads))
@@ -197,37 +209,42 @@ def files_in(folder: str) -> set[str]:
     return set(os.listdir(folder)) if os.path.isdir(folder) else set()
 
 
-def accomplished(run_dir: Path) -> dict[str, int]:
+def share_of_terminations(limit: int) -> float:
+    """Of the ends of episodes that are truncated after ``limit`` steps; the law of the environment, by 10,000 seeds."""
+    episodes = [Counting.Episode.of(seed) for seed in range(10_000)]
+    return sum(each.length <= limit and not each.truncates for each in episodes) / len(episodes)
+
+
+def accomplished(run_dir: Path, checkpoint_every: int) -> dict[str, int]:
     """What the run did, from its files; how often it was evaluated and written down."""
-    last: dict[str, Any] = {}
-    for last in read_json_lines(run_dir / METRICS):
-        pass
+    (last,) = deque(read_json_lines(run_dir / METRICS), maxlen=1)
     return {
         "steps": last["steps"],
         "intervals": last["interval"] + 1,
         "episode_ends": last["episodes"],
         "evaluations": sum(1 for _ in read_json_lines(run_dir / EVALUATIONS)),
-        "checkpoints": last["steps"] // SETTINGS["checkpoint_every"],
+        "checkpoints": last["steps"] // checkpoint_every,
     }
 
 
 # ----------------------------------------------------------------------------------------------------------- judgement
 
 
-def judge(each: Watched, warm_up: float) -> dict[str, dict[str, Any]]:
+def judge(each: Watched, warm_up: float, end: float) -> dict[str, dict[str, Any]]:
     """Per measure: at the first sample after the warm-up and at the last, what its line rises by, and if it is flat.
 
-    A process that was not there all the time is not flat: it has died, or another has taken its place.
+    A process that was not there from the warm-up to the ``end`` is not flat: it has died, or taken another's place.
     """
     first = next((k for k, second in enumerate(each.seconds) if second >= warm_up), len(each.seconds))
     seconds = each.seconds[first:]
-    if len(seconds) < 3:
+    if len(seconds) < 3 or each.seconds[0] > max(warm_up, MISSED_S) or each.seconds[-1] < end - MISSED_S:
         return {name: {"first": None, "last": None, "rise": None, "flat": False} for name in MEASURES}
+    most = {name: TOLERANCE.get(name, math.inf) for name in MEASURES}
     verdict = {}
     for column, name in enumerate(MEASURES):
         values = [sample[column] for sample in each.samples[first:]]
         rise = slope(seconds, values) * (seconds[-1] - seconds[0])
-        verdict[name] = {"first": values[0], "last": values[-1], "rise": rise, "flat": rise <= TOLERANCE[name]}
+        verdict[name] = {"first": values[0], "last": values[-1], "rise": rise, "flat": rise <= most[name]}
     return verdict
 
 
@@ -263,7 +280,7 @@ def report(
     yield f"steps/s: {number(early)} in the first half, {number(late)} in the second (not judged)"
     ended = f"asked to end, it did after {ending['seconds']:.1f} s with status {ending['status']}"
     yield f"{ended}, and left behind {', '.join(ending['left']) or 'nothing'}"
-    limits = f"{TOLERANCE['pss_mib']:g} MiB, {TOLERANCE['handles']:g} handles or threads"
+    limits = f"{TOLERANCE['rss_mib']:g} MiB of RSS, {TOLERANCE['handles']:g} handles or threads"
     verdict = "flat: no process rose" if flat else "NOT flat: a process rose"
     yield f"{verdict} by more than {limits} over the time after the warm-up ({warm_up:.0f} s)"
 

@@ -20,8 +20,8 @@ from htsrl.storage.memory import total_bytes
 
 # A process can be handed 256 descriptors at its start; an actor gets one for each executor, and the other way round.
 MOST_PROCESSES = 200
-# Of a run process: what an executor or actor costs (its mailbox, its reports, its stack, its end, its parent's end), and
-# what there is but once (shared memory, the barrier, log files, a checkpoint and a child while they are made).
+# In the run's process: for each child its mailbox, its reports, its stack, and what tells either of the other's end;
+# and once the shared memory, the barrier, log files, and a checkpoint or a child while it is made.
 FILES_PER_CHILD = 7
 FILES_ONCE = 32
 # Beside executors and actors: the run with its supervisor, view and torch's own threads, the fork server, and
@@ -84,8 +84,8 @@ def refuse_processes(config: AnyConfig, layout: Layout) -> None:
     needed, left = children + int(config.runtime.learner_threads) + TASKS_ONCE, tasks_left()
     if needed > left.amount:
         raise ConfigError(
-            f"{_crew(layout)} need {needed} processes and threads, and {max(left.amount, 0):.0f} more are {left.where}: "
-            "lower --num-executors or --num-actors"
+            f"{_crew(layout)} need {needed} processes and threads, and {max(left.amount, 0):.0f} more are "
+            f"{left.where}: lower --num-executors or --num-actors"
         )
 
 
@@ -101,8 +101,8 @@ def memory_left(cgroups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
             found.append(Left(limit - taken, where))
     for folder in cgroup_folders("memory", cgroups, mount):
         version2 = (folder / "memory.max").exists()
-        limit, usage = ("max", "current") if version2 else ("limit_in_bytes", "usage_in_bytes")
-        most, taken = _number(folder / f"memory.{limit}"), _number(folder / f"memory.{usage}")
+        names = ("max", "current") if version2 else ("limit_in_bytes", "usage_in_bytes")
+        most, taken = (_number(folder / f"memory.{name}") for name in names)
         if most is not None and taken is not None:
             # Files that were read and are not in use count as used, but make room when it is needed
             cache = _entry(folder / "memory.stat", "inactive_file" if version2 else "total_inactive_file")

@@ -122,7 +122,7 @@ def thinned(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     last: dict[str, Any] | None = None
     stride = 1
-    for k, last in enumerate(records):  # noqa: B007
+    for k, last in enumerate(records):
         if k % stride == 0:
             kept.append(last)
         if len(kept) == 2 * MOST_POINTS:

@@ -58,19 +58,20 @@ def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
     """
     process = _CONTEXT.Process(target=_begin, args=(body.__module__, body.__qualname__, ports, name), name=name)
     with _ONE_AT_A_TIME, _children_ignore_main():
+        _STARTED.add(process)
         try:
             process.start()
         except (EOFError, OSError) as error:  # end of file: the server could not fork
             reason = str(error) if isinstance(error, OSError) else "the system allows no further process"
             raise RunFailed(f"{name} can't be started: {reason} (see `ulimit -u` and `ulimit -n`)") from error
-    _STARTED.add(process)
     return process
 
 
 def _kill_all() -> None:
     for process in list(_STARTED):
         with suppress(ValueError):  # it has ended and is closed
-            process.kill()
+            if process.pid is not None:
+                process.kill()
 
 
 # An interpreter that leaves in disorder joins its children, and they would wait for it
@@ -82,7 +83,7 @@ def _begin(module: str, body: str, ports: Any, name: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     _end_with(parent.sentinel)
-    with open("/proc/self/comm", "w") as comm:
+    with suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(name[:15])  # the most that the system keeps
     getattr(import_module(module), body)(ports)
 

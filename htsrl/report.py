@@ -16,7 +16,6 @@ from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, RESULT, plain, reason_of
 from htsrl.terminal import Board, QuietView, View, evaluation_line, facts_line, greeting, last_lines, make_view
 
 
-
 class Reporter:
     """Writes ``metrics.jsonl``, ``evaluations.jsonl``, TensorBoard events and ``result.json``, and shows the run.
 

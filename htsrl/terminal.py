@@ -79,9 +79,7 @@ class Board:
         first_seconds, first_steps, first_spent = window[0]
         passed = max(seconds - first_seconds, 1e-9)
         self.speed = (steps - first_steps) / passed
-        self.shares = {
-            name: min((total - first_spent.get(name, 0.0)) / passed, 1.0) for name, total in spent.items()
-        }
+        self.shares = {name: min((total - first_spent.get(name, 0.0)) / passed, 1.0) for name, total in spent.items()}
         self.record = record
 
     @property

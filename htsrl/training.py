@@ -17,10 +17,10 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
 from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
+from htsrl.processes import RUN_SIGNALS
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.run import Result, Run
-from htsrl.processes import RUN_SIGNALS
 from htsrl.rundir import (
     CHECKPOINTS,
     CONFIG,
@@ -221,9 +221,7 @@ def interrupts() -> Iterator[threading.Event]:
             os.write(2, b"\nstopping after this interval; once more to end at once\n")
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    before = {
-        number: signal.signal(number, handle) for number in RUN_SIGNALS if number != signal.SIGHUP or not ignored
-    }
+    before = {number: signal.signal(number, handle) for number in RUN_SIGNALS if number != signal.SIGHUP or not ignored}
     try:
         yield stop
     finally:

@@ -48,6 +48,7 @@ class EpisodeLogs:
         # An episode begins after the row that terminated the one before, or after the row that is not a transition.
         ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
         beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
+        pieces: tuple[np.ndarray, ...]
         if len(beginnings):
             pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
         else:

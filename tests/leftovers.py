@@ -14,9 +14,10 @@ from typing import Any
 
 import psutil
 
-SMALL = (
-    "--env CartPole-v1 --num-envs 4 --sync-interval 16 --minibatches 4 --epochs 1 --num-executors 2 --progress plain"
-).split()
+SMALL = [
+    "--env", "CartPole-v1", "--num-envs", "4", "--sync-interval", "16", "--minibatches", "4", "--epochs", "1",
+    "--num-executors", "2", "--progress", "plain",
+]  # fmt: skip
 ENDLESS = ["--total-steps", "1000000000000"]
 
 
@@ -34,9 +35,7 @@ class WatchedRun:
         self.scratch.mkdir()
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         environment = os.environ | {"TMPDIR": str(self.scratch)}
-        self.process = subprocess.Popen(
-            arguments, env=environment, start_new_session=True, **output | options
-        )
+        self.process = subprocess.Popen(arguments, env=environment, start_new_session=True, **output | options)
 
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""

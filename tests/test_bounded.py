@@ -54,7 +54,7 @@ def test_the_log_of_an_endless_episode_has_few_pieces_and_every_action():
 
 
 def test_long_logs_are_said(tmp_path, monkeypatch, capsys):
-    """4 replicas x 64 actions of 8 bytes at the first interval; twice that at the second, and four times at the fourth."""
+    """4 replicas x 64 actions of 8 bytes after the first interval, twice that after the second, and so on."""
     monkeypatch.setattr(htsrl.run, "LONG_LOGS_BYTES", 2048)
     config = configure(
         "faulty_envs:Constant-v0", num_envs=4, sync_interval=64, total_steps=4 * 64 * 6, epochs=1, minibatches=1,
@@ -68,8 +68,9 @@ def test_long_logs_are_said(tmp_path, monkeypatch, capsys):
 
 def test_the_board_s_window_is_bounded_and_right():
     board = Board(configure("CartPole-v1", total_steps=10**9), has_score=False, frame_skip=1)
+    times = {"time/rollout": 8e-5, "time/learn": 5e-5, "time/wait": 1e-5}
     for k in range(1, 400_001):  # 40 seconds
-        board.update({"steps": 10 * k, "seconds": 1e-4 * k, "time/rollout": 8e-5, "time/learn": 5e-5, "time/wait": 1e-5})
+        board.update({"steps": 10 * k, "seconds": 1e-4 * k, **times})
     assert len(board._window) <= MOST_IN_WINDOW + 3
     assert board._window[-1][0] - board._window[0][0] == pytest.approx(WINDOW_SECONDS, rel=0.01)
     assert board.speed == pytest.approx(100_000)

@@ -7,12 +7,15 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from leftovers import ENDLESS, WatchedRun, command
+from test_recovery import running
 
 from htsrl.errors import RunFailed
 from htsrl.settings import configure
@@ -89,6 +92,31 @@ def test_a_run_needs_no_shared_memory_folder(start, tmp_path):
     out, err = run.process.communicate(timeout=120)
     assert run.process.returncode == 0, (out, err)
     assert not run.left()
+
+
+def test_replaced_children_leave_nothing_in_the_run(tmp_path):
+    with running(tmp_path / "run", env="CartPole-v1", total_steps=10**9) as run:
+        stop = threading.Event()
+        seen = []
+
+        def strike():
+            for role in ("executor", "actor", "executor"):
+                while not all(child.ready for child in run.crew.children) and not stop.is_set():
+                    time.sleep(0.01)
+                children = psutil.Process().children(recursive=True)
+                zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in children)
+                seen.append((run.crew.recovered, len(children), zombies, len(os.listdir("/proc/self/fd"))))
+                next(child for child in run.crew.children if child.role == role).kill()
+                while run.crew.recovered == seen[-1][0] and not stop.is_set():
+                    time.sleep(0.01)
+            stop.set()
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        run.train(stop)
+        thread.join()
+    assert [recovered for recovered, *_ in seen] == [0, 1, 2]
+    assert len({tuple(held) for _, *held in seen}) == 1, seen
 
 
 def maps(pid: int | str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the machine has not got enough of is refused in one sentence, with needed and available, before anything starts."""
+"""What the machine lacks is refused in one sentence, with needed and available, before anything starts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def in_a_child(tmp_path, script):
 
 
 def test_limits_of_the_shell_are_refused_before_anything_is_written(tmp_path):
-    statuses, messages = in_a_child(tmp_path, """
+    statuses, messages = in_a_child(
+        tmp_path,
+        """
 before = limited(resource.RLIMIT_NOFILE, 256)
 train("run", "--num-envs", "100", "--num-executors", "100", "--num-actors", "3")
 resource.setrlimit(*before)
@@ -68,7 +70,8 @@ train("run", "--sync-interval", "100000000")
 resource.setrlimit(*before)
 before = limited(resource.RLIMIT_FSIZE, 1 << 20)
 train("run", "--sync-interval", "10000")
-""")
+""",
+    )
     assert statuses == ["2", "2", "2"]
     assert not (tmp_path / "run").exists()
     handles, space, size = messages
@@ -88,7 +91,9 @@ train("run", "--sync-interval", "10000")
 
 def test_as_many_handles_as_are_asked_for_are_enough(tmp_path):
     """A run with evaluator, checkpoints and TensorBoard, at the very limit that the refusal of one less names."""
-    statuses, messages = in_a_child(tmp_path, """
+    statuses, messages = in_a_child(
+        tmp_path,
+        """
 import io, contextlib
 flags = ("--num-executors", "8", "--num-actors", "2", "--sync-interval", "8", "--total-steps", "400",
          "--eval-every", "100", "--checkpoint-every", "100")
@@ -99,14 +104,17 @@ resource.setrlimit(*before)
 needed = int(re.search(r"need (\\d+)", message.getvalue())[1])
 limited(resource.RLIMIT_NOFILE, needed)
 train("run", *flags)
-""")
+""",
+    )
     assert (statuses[0], statuses[-1]) == ("2", "0"), messages
     assert messages == []
 
 
 def test_a_process_that_can_not_be_started_is_one_sentence_and_leaves_nothing(tmp_path):
     """The handles run out while the crew starts: somebody else has taken them since."""
-    lines, _ = in_a_child(tmp_path, """
+    lines, _ = in_a_child(
+        tmp_path,
+        """
 import gc, os, psutil, time
 from pathlib import Path
 from htsrl import determinism, envs, processes
@@ -135,7 +143,8 @@ names = lambda: [p.name() for p in psutil.Process().children(recursive=True) if 
 while names() and time.monotonic() < deadline:
     time.sleep(0.05)
 print(held() - before, names())
-""")
+""",
+    )
     assert re.match(r"executor-\d can't be started: .*[Tt]oo many open files.*ulimit -n", lines[0]), lines
     # Where its second pipe fails, multiprocessing itself forgets the first
     assert lines[1] in ("0 []", "2 []")

@@ -128,5 +128,3 @@ def test_a_dead_terminal_does_not_keep_the_handler_from_its_work(monkeypatch, nu
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-
-
