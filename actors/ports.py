@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lines:
-    """How a child hears of the run's end, and how the run hears of the child's troubles."""
+    """How the run hears of a child's troubles."""
 
-    lifeline: Inbox
-    """End of file here means that the run's process is gone."""
     reports: Connection
     """'ready' once, or a fault with its traceback (see htsrl.actors.reports)."""
     stack: Stack

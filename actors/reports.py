@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -58,11 +56,9 @@ def _rebuild_stack(duplicate: Any) -> Stack:
 
 @contextmanager
 def reported(role: str, index: int, lines: Lines) -> Iterator[None]:
-    """Run a child's body: leave when the run is gone, and send the run the reason when the body fails."""
+    """Run a child's body: send the run the reason when it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server leaves Python's own handler to its children
     lines.stack.dump_on_request()
-    _be_killed_with_the_run(lines.lifeline.fd)
-    threading.Thread(target=_leave_with_the_run, args=(lines.lifeline.fd,), daemon=True).start()
     try:
         yield
     except EOFError:
@@ -115,19 +111,3 @@ def _send(lines: Lines, report: dict[str, Any]) -> None:
 
 def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _leave_with_the_run(fd: int) -> None:
-    """The run never writes to the lifeline: the read returns when its process is gone, in whatever way."""
-    os.read(fd, 1)
-    os._exit(1)
-
-
-def _be_killed_with_the_run(fd: int) -> None:
-    """Have the system kill this process when the run is gone: a thread can't while C code hangs and lets none run."""
-    with suppress(OSError):  # a system without this has the thread alone
-        # Whom a pipe signals belongs to an open file, and that of ``fd`` is shared by all children
-        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
-        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)

@@ -67,8 +67,8 @@ def child(body: Callable[[Any], None], ports: Callable[[Lines], Any]) -> Iterato
     Raises:
         RunFailed: it did not get ready.
     """
-    (lifeline, hold), (reports, report), stack = mailbox(), multiprocessing.Pipe(duplex=False), Stack()
-    process = processes.start(body, ports(Lines(lifeline, report, stack)), "htsrl-alone")
+    (reports, report), stack = multiprocessing.Pipe(duplex=False), Stack()
+    process = processes.start(body, ports(Lines(report, stack)), "alone")
     report.close()
     try:
         message: dict[str, Any] = {"kind": "progress"}
@@ -84,7 +84,7 @@ def child(body: Callable[[Any], None], ports: Callable[[Lines], Any]) -> Iterato
     finally:
         process.kill()
         process.join()
-        for each in (lifeline, hold, reports, stack):
+        for each in (reports, stack):
             each.close()
 
 

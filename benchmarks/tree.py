@@ -53,8 +53,8 @@ class Tree:
         pss = peak = 0.0
         processes = self.processes()
         for process in processes:
-            pss += _kib(process.pid, "smaps_rollup", "Pss:") / 1024
-            peak += _kib(process.pid, "status", "VmHWM:") / 1024
+            pss += kib(process.pid, "smaps_rollup", "Pss:") / 1024
+            peak += kib(process.pid, "status", "VmHWM:") / 1024
         return Memory(pss, peak, len(processes))
 
     def end(self, process: subprocess.Popen, patience_s: float = 15.0) -> None:
@@ -72,11 +72,12 @@ class Tree:
         process.wait()
 
 
-def _kib(pid: int, file: str, key: str) -> float:
+def kib(pid: int, file: str, key: str) -> float:
+    """The figure behind ``key`` in a file of a process; 0 where it has just ended."""
     try:
         for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
             if line.startswith(key):
                 return float(line.split()[1])
-    except OSError:  # it has just ended
+    except OSError:
         pass
     return 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import re
@@ -110,21 +111,41 @@ Examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    _have_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that can't show a letter shows another
             stream.reconfigure(errors="replace")
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
     except HtsrlError as error:
         _print_error(str(error))
-        return error.exit_status
+        status = error.exit_status
     except KeyboardInterrupt:
         _print_error("interrupted")
-        return INTERRUPTED
+        status = INTERRUPTED
     except BrokenPipeError:  # `htsrl ... | head`: the reader has seen enough
-        # Nothing else raises this: whoever writes to a pipe of a run handles its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1  # Nothing else raises this: whoever writes to a pipe of a run handles its end
+    return _flushed(status)
+
+
+def _have_standard_streams() -> None:
+    """Open what a service manager left closed: else a run's own file would get the number that messages go to."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+
+
+def _flushed(status: int) -> int:
+    """``status``, or 1 if output is lost. What nobody reads any more is dropped: Python would complain at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                _print_error(f"output can't be written: {(error.strerror or str(error)).lower()}")
+                status = status or 1
+    return status
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -149,13 +148,10 @@ class Crew:
         self._to_executor = [mailbox() for _ in range(layout.num_executors)]
         self._to_actor = [mailbox() for _ in range(layout.num_actors)]
         self._barrier, self._at_barrier = mailbox()
-        self._lifeline, self._hold_lifeline = mailbox()
         self._wake, self._waker = mailbox()
 
         self.children: list[Child] = []
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
-        # A process that leaves in disorder must not wait for children that wait for it
-        self._finalizer = util.Finalize(self, self._hold_lifeline.close, exitpriority=10)
         try:
             for a in range(layout.num_actors):
                 self.children.append(self._start_actor(a))
@@ -237,8 +233,7 @@ class Crew:
             child.kill()
             child.close()
         self.snapshots.close()
-        ends = (self._barrier, self._at_barrier, self._lifeline, self._hold_lifeline, self._wake, self._waker)
-        self._finalizer.cancel()
+        ends = (self._barrier, self._at_barrier, self._wake, self._waker)
         for end in (*ends, *(end for pair in (*self._to_executor, *self._to_actor) for end in pair)):
             end.close()
 
@@ -288,7 +283,11 @@ class Crew:
     def _start(self, role: str, index: int, body: Callable, ports: Callable[[Lines], Any]) -> Child:
         reports, report = multiprocessing.Pipe(duplex=False)
         stack = Stack()
-        process = processes.start(body, ports(Lines(self._lifeline, report, stack)), f"htsrl-{role}-{index}")
+        try:
+            process = processes.start(body, ports(Lines(report, stack)), f"{role}-{index}")
+        except RunFailed:
+            stack.close()
+            raise
         report.close()
         return Child(role, index, process, end_of(process), reports, stack)
 

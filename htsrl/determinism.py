@@ -19,7 +19,9 @@ def enable() -> None:
     """
     # cuBLAS reads this when its handle is made; without it, deterministic mode refuses matrix products on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    # The same as use_deterministic_algorithms(True) without its import of torch's compiler, which nothing here uses: 70
+    # MiB and a second for each process, and a folder that it leaves in $TMPDIR.
+    torch.set_deterministic_debug_mode("error")
     # Deterministic mode would also fill every fresh tensor; nothing here reads memory that it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

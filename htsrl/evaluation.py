@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,18 +22,17 @@ import safetensors.numpy
 from htsrl import determinism, envs, processes, rng
 from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets
-from htsrl.actors.mailbox import mailbox
 from htsrl.actors.ports import Lines
 from htsrl.actors.reports import Stack, reported, send_ready, signs_of_life
 from htsrl.checkpoint import newest_checkpoint
 from htsrl.config import AnyConfig
 from htsrl.envs import checks
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import ConfigError, EnvironmentFailed
+from htsrl.errors import ConfigError, EnvironmentFailed, RunFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.restoring import load_run_checkpoint
-from htsrl.rundir import require_run, update_result
+from htsrl.rundir import RESULT, reason_of, require_run, update_result
 from htsrl.tomlfile import load_config
 from htsrl.usercode import refuse_code_in
 
@@ -52,8 +52,14 @@ class Slot:
     reward: float = 0.0
 
 
+def evaluation_batch(model: ActorCritic, spec: EnvSpec) -> InferenceBatch:
+    """What :func:`evaluate` asks; made once per process: it costs a probe, and torch never forgets a recording."""
+    device = next(model.parameters()).device
+    return InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
+
+
 def evaluate(
-    model: ActorCritic,
+    batch: InferenceBatch,
     spec: EnvSpec,
     options: Any,
     seed: int,
@@ -77,8 +83,7 @@ def evaluate(
     to_env = action_converter(spec.action)
     limit = spec.max_episode_steps or math.inf
     stored = spec.observation_shape, spec.observation_dtype
-    device = next(model.parameters()).device
-    batch = InferenceBatch(model, spec, invariant_buckets(model, spec, SLOTS, device), device)
+    head = batch.model.head
     waiting = list(range(episodes))[::-1]
 
     def begin(env: Any) -> Slot | None:
@@ -94,14 +99,14 @@ def evaluate(
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
         return Slot(env, np.array(obs), noise, episode)
 
-    draw = rng.gumbel if model.head.noise_kind == "gumbel" else rng.normal
+    draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
     count = min(SLOTS, episodes)
     slots = [begin(envs.make(spec.env_id, options, render=film is not None and k == 0)) for k in range(count)]
     while playing := [slot for slot in slots if slot is not None]:
         # One batched forward pass for all
         for row, slot in enumerate(playing):
             batch.obs[row] = slot.obs
-            batch.noise[row] = draw(slot.noise, (model.head.noise_size,))
+            batch.noise[row] = draw(slot.noise, (head.noise_size,))
         answer = batch.answer(len(playing), mode=not stochastic)
 
         # Step each; an episode that ended makes room for the next
@@ -177,9 +182,13 @@ def evaluate_run(run_dir: Path, episodes: int, stochastic: bool, video: Path | N
     except ValueError as error:
         raise ConfigError(f"the checkpoint {path} doesn't fit this run's network: {error}") from None
     with filming(video, spec) as film:
-        results = evaluate(model, spec, config.environment, config.seed, episodes, stochastic, film)
+        batch = evaluation_batch(model, spec)
+        results = evaluate(batch, spec, config.environment, config.seed, episodes, stochastic, film)
     summary = {"steps": checkpoint.state["steps"], "stochastic": stochastic} | summarise(results, spec)
-    update_result(run_dir, {"evaluation": summary})
+    try:
+        update_result(run_dir, {"evaluation": summary})
+    except OSError as error:  # the folder of somebody else, or a full disk: no reason to lose the figures
+        print(f"htsrl: note: {run_dir / RESULT} stays as it was: {reason_of(error)}", file=sys.stderr)
     return summary
 
 
@@ -227,12 +236,13 @@ def run_evaluator(ports: EvaluatorPorts) -> None:
         model = build_model(ports.spec, config.network, config.seed)
         parameters = FlatParameters(model, gradients=False)
         alive = signs_of_life(ports.lines)
+        batch = evaluation_batch(model, ports.spec)
         send_ready(ports.lines)
         while True:
             steps = json.loads(ports.requests.recv_bytes())
             parameters.load(safetensors.numpy.load(ports.requests.recv_bytes()))
             results = evaluate(
-                model, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic,
+                batch, ports.spec, config.environment, config.seed, output.eval_episodes, output.eval_stochastic,
                 alive=alive,
             )  # fmt: skip
             summary = {"steps": steps, "stochastic": output.eval_stochastic} | summarise(results, ports.spec)
@@ -324,18 +334,21 @@ class Evaluator:
         self._process.kill()
         self._process.join()
         self._process.close()
-        for end in (self._lifeline, self._hold_lifeline, self._reports, self._requests, self._stack):
+        for end in (self._reports, self._requests, self._stack):
             end.close()
 
     def _start(self) -> None:
         self._idle = self._ready = False
         self._heard = time.monotonic()
-        self._lifeline, self._hold_lifeline = mailbox()
         self._reports, report = multiprocessing.Pipe(duplex=False)
         requests, self._requests = multiprocessing.Pipe(duplex=False)
         self._stack = Stack()
-        ports = EvaluatorPorts(self._config, self._spec, requests, Lines(self._lifeline, report, self._stack))
-        self._process = processes.start(run_evaluator, ports, "htsrl-evaluator")
+        ports = EvaluatorPorts(self._config, self._spec, requests, Lines(report, self._stack))
+        try:
+            self._process = processes.start(run_evaluator, ports, "evaluator")
+        except RunFailed:
+            self._stack.close()
+            raise
         report.close()
         requests.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
@@ -12,7 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from htsrl.errors import ConfigError
-from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain, write_atomically
+from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain
+
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def append_whole(file: int, data: bytes) -> None:
+    """Append ``data`` with one system call: it outlives this process, whatever happens to it.
+
+    Raises:
+        OSError: it could not be written whole; the file is as it was.
+    """
+    before = os.fstat(file).st_size
+    written = 0
+    try:
+        written = os.write(file, data)
+        if written < len(data):  # the disk is full: a second attempt says so
+            written += os.write(file, data[written:])
+    finally:
+        if written < len(data):
+            os.ftruncate(file, before)
+
 
 MOST_BYTES = 1 << 20
 """Of a line."""
@@ -29,27 +50,22 @@ class JsonLines:
         """
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self._file = os.open(path, FLAGS, 0o666)
         except OSError as error:
             raise ConfigError(f"{path} can't be written to: {(error.strerror or str(error)).lower()}") from None
         self._cut_half_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write ``record`` with one system call: it outlives this process, whatever happens to it.
+        """Write ``record``.
 
         Raises:
             OSError: the line could not be written whole; the file is as it was.
         """
-        line = json.dumps(plain(dict(record)), allow_nan=False).encode() + b"\n"
-        before = os.fstat(self._file).st_size
-        written = 0
-        try:
-            written = os.write(self._file, line)
-            if written < len(line):  # the disk is full: a second attempt says so
-                written += os.write(self._file, line[written:])
-        finally:
-            if written < len(line):
-                os.ftruncate(self._file, before)
+        append_whole(self._file, json.dumps(plain(dict(record)), allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Return when all lines would outlive this machine going down, too."""
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file; twice is fine."""
@@ -77,6 +93,11 @@ def read_json_lines(path: Path, *counts: str) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: a line is no such record.
     """
+    return (record for record, _ in _records(path, *counts))
+
+
+def _records(path: Path, *counts: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """As :func:`read_json_lines`, with the length of each line in bytes."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
@@ -89,7 +110,7 @@ def read_json_lines(path: Path, *counts: str) -> Iterator[dict[str, Any]]:
                     raise ValueError
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(f"line {number} of {path} is damaged: it is no record of a run") from None
-            yield record
+            yield record, len(line)
 
 
 def _int64(text: str) -> int:
@@ -109,7 +130,8 @@ def _finite(text: str) -> float:
 def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None:
     """Take a run's log files back to the start of ``interval``, when ``steps`` had been made.
 
-    ``repeated`` are the steps of evaluations that will be made again.
+    ``repeated`` are the steps of evaluations that will be made again. Records stand in their order, so each file is
+    cut at the first that goes: that takes neither memory nor room on a disk, which may be why the run ended.
 
     TensorBoard's files are removed: the reporter writes them again from the other two.
 
@@ -119,37 +141,76 @@ def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None
     kept: dict[str, tuple[tuple[str, ...], Callable[[int], bool]]] = {
         METRICS: (("interval", "steps"), lambda j: j < interval),
         EVALUATIONS: (("steps",), lambda at: at <= steps and at not in repeated),
+        DIGESTS: (("interval",), lambda j: j < interval),
     }
-    if (run_dir / DIGESTS).is_file():
-        kept[DIGESTS] = (("interval",), lambda j: j < interval)
-    records = {name: list(read_json_lines(run_dir / name, *counts)) for name, (counts, _) in kept.items()}
-    for name, ((count, *_), keep) in kept.items():
-        lines = [json.dumps(record) + "\n" for record in records[name] if keep(record[count])]
-        write_atomically(run_dir / name, "".join(lines).encode())
+    sizes: dict[Path, int] = {}
+    for name, ((count, *others), keep) in kept.items():
+        sizes[run_dir / name] = 0
+        for record, length in _records(run_dir / name, count, *others):
+            if not keep(record[count]):
+                break
+            sizes[run_dir / name] += length
+    for path, size in sizes.items():
+        if path.is_file():
+            os.truncate(path, size)
     for events in run_dir.glob("events.out.tfevents.*"):
         events.unlink()
 
 
+def _cut(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut ``path`` at its first line that ``keep`` refuses, or that a machine which went down left damaged."""
+    with path.open("r+b") as lines:
+        end = 0
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or not keep(json.loads(line)):
+                    break
+            except ValueError:
+                break
+            end += len(line)
+        lines.truncate(end)
+
+
 class TensorBoard:
-    """TensorBoard scalars. A thread of the writer's own does the writing."""
+    """TensorBoard scalars.
+
+    Its own writer hands events to a thread, which holds the interpreter's lock for most of its work, and dies with a
+    traceback when the disk is full; so events are written here, each as a whole.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(run_dir), flush_secs=10)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = os.open(run_dir / name, FLAGS, 0o666)
+        self._records = RecordWriter(self)
+        self._add(self._event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add the numbers of ``record`` at ``record['steps']``; what isn't finite isn't drawn."""
+        """Add the numbers of ``record`` at ``record['steps']``; what isn't finite isn't drawn.
+
+        Raises:
+            OSError: the event could not be written whole; the file is as it was.
+        """
         values = [
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in record.items()
             if tag != "steps" and isinstance(value, int | float) and math.isfinite(value)
         ]
         summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=time.time(), step=record["steps"], summary=summary))
+        self._add(self._event(wall_time=time.time(), step=record["steps"], summary=summary))
+
+    def write(self, data: bytes) -> None:
+        """For the record writer: append a record."""
+        append_whole(self._file, data)
 
     def close(self) -> None:
-        """Write what is left; twice is fine."""
-        self._writer.close()
+        """Close the file; twice is fine."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())

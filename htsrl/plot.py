@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -107,15 +107,29 @@ def _draw_run(row: Sequence[Axes], run: Curves, measure: str, unit: float) -> No
 
 def _read(run_dir: Path, label: str) -> Curves:
     require_run(run_dir)
-    intervals = list(read_json_lines(run_dir / METRICS, "steps"))
+    intervals = thinned(read_json_lines(run_dir / METRICS, "steps"))
     if not intervals:
         raise ConfigError(f"{run_dir} has no finished interval yet")
     config = load_config(run_dir / CONFIG)
     return Curves(
         f"{label} ({config.algo} on {config.env}, {config.runtime.schedule}, seed {config.seed})".replace("$", r"\$"),
         intervals,
-        list(read_json_lines(run_dir / EVALUATIONS, "steps")),
+        thinned(read_json_lines(run_dir / EVALUATIONS, "steps")),
     )
+
+
+def thinned(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most twice MOST_POINTS of ``records``, evenly, and the last: a long run's would not fit into memory."""
+    kept: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None
+    stride = 1
+    for k, last in enumerate(records):
+        if k % stride == 0:
+            kept.append(last)
+        if len(kept) == 2 * MOST_POINTS:
+            kept = kept[::2]
+            stride *= 2
+    return kept if last is None or kept[-1] is last else [*kept, last]
 
 
 def _labels(run_dirs: Sequence[Path]) -> list[str]:

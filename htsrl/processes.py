@@ -6,74 +6,84 @@ inherits neither threads nor a GPU context.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from multiprocessing import forkserver
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from htsrl.actors.mailbox import Inbox, mailbox
 from htsrl.errors import RunFailed
 
+RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""For the run alone, when they reach its whole process group."""
 ATTEMPTS = 5
 # A fork server that lives answers within milliseconds, once it has imported what it should.
 SERVER_TIMEOUT_S = 180.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ONE_AT_A_TIME = threading.Lock()
+_STARTED: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 def launch(module: str) -> None:
-    """Start the fork server, if it does not run: with ``module`` loaded, whose pages all children then share."""
+    """Start the fork server, if it does not run: with ``module`` loaded, whose pages all children then share.
+
+    Raises:
+        RunFailed: the system refuses.
+    """
     with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
         _CONTEXT.set_forkserver_preload(["htsrl.nursery", module])
-        forkserver.ensure_running()
+        try:
+            with _signals_blocked():
+                resource_tracker.ensure_running()  # multiprocessing's own: it unblocks some of them behind it
+            with _signals_blocked():
+                forkserver.ensure_running()
+        except OSError as error:
+            raise RunFailed(f"the server that starts executors and actors can't be started: {error}") from error
 
 
 def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
-    """Start a process that runs ``body(ports)``; from any thread.
+    """Start a process that runs ``body(ports)``, is called ``name`` in lists of processes, and ends when this one does.
 
+    From any thread. What ``body``'s module imports is loaded there, when the process watches over this one already.
     It is tried again if the fork server, which is then launched anew, or the child is killed on the way. A child does
     nothing before this process knows it, so that there are never two of it.
 
     Raises:
-        RunFailed: no attempt succeeded.
+        RunFailed: the system refuses, or no attempt succeeded.
     """
     with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
         for attempt in range(ATTEMPTS):
             time.sleep(0.1 * attempt)  # a server that dies is there for a moment longer
             known, knows = mailbox()
             with closing(known), closing(knows), _server_must_answer():
-                process = _CONTEXT.Process(target=_begin, args=(known, body, ports), name=name)
+                arguments = (known, body.__module__, body.__qualname__, ports, name)
+                process = _CONTEXT.Process(target=_begin, args=arguments, name=name)
+                _STARTED.add(process)
                 try:
                     process.start()
                     knows.post(0)
                     return process
-                except (EOFError, OSError) as error:
-                    reason = error
-    raise RunFailed(f"the process {name} can't be started: {reason!r}")
+                except (EOFError, OSError) as error:  # end of file: the server could not fork, or was killed
+                    reason = str(error) if isinstance(error, OSError) else "the system allows no further process"
+    raise RunFailed(f"{name} can't be started: {reason} (see `ulimit -u` and `ulimit -n`)")
 
 
 def join(process: BaseProcess) -> None:
     """Wait until the fork server has said how ``process``, which has ended, did so."""
     with _server_must_answer():
         process.join()
-
-
-def _begin(known: Inbox, body: Callable[[Any], None], ports: Any) -> None:
-    """In the child."""
-    try:
-        known.take()
-    except EOFError:
-        return  # given up: there may be another in its place
-    known.close()
-    body(ports)
 
 
 @contextmanager
@@ -95,6 +105,47 @@ def _server_must_answer() -> Iterator[None]:
         timer.cancel()
 
 
+def _kill_all() -> None:
+    for process in list(_STARTED):
+        with suppress(ValueError):  # it has ended and is closed
+            if process.pid is not None:
+                process.kill()
+
+
+# An interpreter that leaves in disorder joins its children, and they would wait for it
+util.Finalize(None, _kill_all, exitpriority=10)
+
+
+def _begin(known: Inbox, module: str, body: str, ports: Any, name: str) -> None:
+    """In the child."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    _end_with(parent.sentinel)
+    try:
+        known.take()
+    except EOFError:
+        return  # given up: there may be another in its place
+    known.close()
+    with suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(name[:15])  # the most that the system keeps
+    getattr(import_module(module), body)(ports)
+
+
+def _end_with(pipe: int) -> None:
+    """Have the system kill this process as soon as the other end of ``pipe`` is closed, however that happens.
+
+    No thread could do that: one that watches never runs while an environment holds the interpreter's lock in a call
+    that hangs, or while the process is stopped.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(pipe, 0)
+    if closed.poll(0):  # before this
+        os._exit(1)
+
+
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
     """For the fork server, which inherits the environment: BLAS pools in every executor would only cost memory."""
@@ -109,6 +160,16 @@ def _one_blas_thread() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """For the fork server, which inherits the mask: it ignores these signals, but only once it has come so far."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

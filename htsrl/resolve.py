@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 
 import torch
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError
-from htsrl.storage.fields import rollout_fields
+from htsrl.limits import refuse_what_does_not_fit
 from htsrl.storage.layout import Layout
-from htsrl.storage.memory import total_bytes
-
-# A process can be handed 256 descriptors at its start; an actor gets one for each executor, and the other way round.
-MOST_PROCESSES = 200
 
 
 def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
     """Fill in what decides bits and was left to the machine: the device and the learner's threads.
 
     Raises:
-        ConfigError: the device does not exist, or the storages don't fit into this machine's memory.
+        ConfigError: the device does not exist, or the machine has less than the run needs.
     """
-    refuse_too_large(config, spec)
     device = resolve_device(config.runtime.device)
     threads = config.runtime.learner_threads
     if threads == "auto":
@@ -34,23 +28,9 @@ def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
         heavy = spec.observation_kind == "image" and getattr(config.algorithm, "epochs", 1) > 1
         threads = available_cores() if heavy and device == "cpu" else 1
     runtime = config.runtime.model_copy(update={"device": device, "learner_threads": threads})
-    return config.model_copy(update={"runtime": runtime})
-
-
-def refuse_too_large(config: AnyConfig, spec: EnvSpec) -> None:
-    """Refuse storages that this machine's memory can't hold: the system would kill the run when they fill.
-
-    Raises:
-        ConfigError: naming needed and available.
-    """
-    T, N, storages = config.runtime.sync_interval, config.runtime.num_envs, config.runtime.async_slots
-    needed = storages * total_bytes({"storage": rollout_fields(spec, T, N, noise_size=0)})
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise ConfigError(
-            f"{storages} storages of {N} replicas x {T} steps of {spec.env_id} need {needed / 2**30:.3g} GiB, and this "
-            f"machine has {memory / 2**30:.3g}: use fewer --num-envs, or a shorter --sync-interval"
-        )
+    config = config.model_copy(update={"runtime": runtime})
+    refuse_what_does_not_fit(config, spec, layout_for(config, spec))
+    return config
 
 
 def resolve_device(device: str) -> str:
@@ -78,28 +58,7 @@ def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
     automatic = max(math.ceil(runtime.num_envs / executors / groups_per_executor(spec, executors)), 1)
     automatic = max(min(automatic, runtime.num_envs // runtime.num_actors), 1)
     group = automatic if runtime.envs_per_group == "auto" else runtime.envs_per_group
-    layout = Layout(runtime.num_envs, executors, runtime.num_actors, group)
-    refuse_too_many_processes(layout)
-    return layout
-
-
-def refuse_too_many_processes(layout: Layout) -> None:
-    """Refuse a layout that this process has not enough file handles for.
-
-    Raises:
-        ConfigError: naming needed and available.
-    """
-    if layout.num_executors > MOST_PROCESSES or layout.num_actors > MOST_PROCESSES:
-        raise ConfigError(
-            f"num_executors and num_actors must be at most {MOST_PROCESSES} each: one executor can own many replicas"
-        )
-    needed = 64 + 8 * (layout.num_executors + layout.num_actors)
-    available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if available != resource.RLIM_INFINITY and needed > available:
-        raise ConfigError(
-            f"{layout.num_executors} executors and {layout.num_actors} actors need about {needed} file handles, but "
-            f"this shell allows {available}: run `ulimit -n {needed}` first, or use fewer --num-executors"
-        )
+    return Layout(runtime.num_envs, executors, runtime.num_actors, group)
 
 
 def automatic_executors(spec: EnvSpec) -> int:

@@ -32,9 +32,10 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
+from htsrl.limits import gib
 from htsrl.report import Reporter
 from htsrl.resolve import layout_for
-from htsrl.rundir import CHECKPOINTS, INITIAL
+from htsrl.rundir import CHECKPOINTS, INITIAL, reason_of
 from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields, trace_fields
@@ -46,6 +47,8 @@ from htsrl.tracefile import LEARNER, TraceFile, lanes
 RECENT_EPISODES = 100
 # Without --checkpoint-every, this often by the clock: results don't depend on when checkpoints are written.
 CHECKPOINT_SECONDS = 60.0
+# A log of actions grows until its episode ends: from this size on, and whenever it has doubled, the person is told.
+LONG_LOGS_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -109,7 +112,8 @@ class Run:
         ``delay_ms`` injects random pauses of up to that many milliseconds everywhere.
 
         Raises:
-            ConfigError: the layout needs more file handles than there are; the initial weights don't fit.
+            ConfigError: the initial weights don't fit.
+            RunFailed: the system refuses memory, a file or a process.
         """
         self.config, self.spec, self.run_dir, self.reporter = config, spec, run_dir, reporter
         self.T, self.N = config.runtime.sync_interval, config.runtime.num_envs
@@ -117,11 +121,11 @@ class Run:
         self.reproducible, self.recovered_before = True, 0
         self.pause = random_pauses(delay_ms)
         self.saved_at = -math.inf  # the first checkpoint comes after the first interval
+        self.long_logs = LONG_LOGS_BYTES
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
         self.layout = layout_for(config, spec)
-        self.arena = self.allocate()
         if checkpoint is None and (run_dir / INITIAL).exists():
             try:
                 self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
@@ -133,10 +137,11 @@ class Run:
             self.recovered_before = checkpoint.state["recovered"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
+        processes.launch(envs.module_of(config.env))
+        self.arena = self.allocate()
         self.set_counters()
         self.episode_logs = EpisodeLogs(logs, self.progress.interval)
         self.result: Result
-        processes.launch(envs.module_of(config.env))
         with ExitStack() as opened:
             opened.callback(self.arena.close)
             self.trace: TraceFile | None = None
@@ -320,7 +325,7 @@ class Run:
         try:
             self.save_checkpoint()
         except OSError as error:
-            self.reporter.note(f"no checkpoint this time, the run goes on: {(error.strerror or str(error)).lower()}")
+            self.reporter.note(f"no checkpoint this time, the run goes on: {reason_of(error)}")
 
     def evaluate_if_due(self) -> None:
         """Hand the newest parameters to the evaluator at the first barrier at or after each --eval-every steps."""
@@ -343,9 +348,13 @@ class Run:
         """Write the checkpoint for the start of the interval after the one that was consumed last.
 
         ``result`` is what a finished run came to.
+
+        Raises:
+            OSError: it could not be written; those before it are as they were.
         """
         mark("checkpoint")
         self.saved_at = time.monotonic()
+        self.reporter.sync()  # who resumes from it needs the records before it
         logs = self.episode_logs.logs
         last_obs = [log.last_obs for log in logs if log.last_obs is not None]
         snapshots = self.snapshots() if result is None else {}
@@ -356,6 +365,7 @@ class Run:
             **(self.evaluator.pending() if self.evaluator is not None else {}),
             **({"last_obs": np.stack(last_obs)} if len(last_obs) == len(logs) else {}),
         }
+        self.say_if_long(sum(tensors[f"episodes/{n}"].nbytes for n in range(self.N)))
         headers = {n: snapshot.header() for n, snapshot in snapshots.items()}
         state = {"finished": result is not None, "result": result, "snapshots": headers, **self.state()}
         checkpoint = Checkpoint(tensors, state)
@@ -425,6 +435,16 @@ class Run:
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
         return values
+
+    def say_if_long(self, size: int) -> None:
+        """Say it where episodes hardly ever end: the ``size`` bytes of their logs grow as long as they last."""
+        if size < self.long_logs:
+            return
+        self.long_logs = 2 * size
+        self.reporter.note(
+            f"the actions of episodes that have not ended take {gib(size)}, in memory and in each checkpoint, and a "
+            "resumed run replays them: --max-episode-steps ends episodes sooner"
+        )
 
     def hear_crew(self) -> None:
         """Pass on what happened to the crew since the last barrier."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from htsrl.config import AnyConfig
-from htsrl.errors import ConfigError
+from htsrl.errors import ConfigError, RunFailed
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -103,15 +103,37 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is written to ``path`` within fails, if the system refuses, in one sentence.
+
+    Raises:
+        RunFailed: naming path and reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{path} can't be written: {reason_of(error)}") from None
+
+
+def reason_of(error: OSError) -> str:
+    """Why the system refused, for the middle of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
 def update_result(run_dir: Path, values: dict[str, Any]) -> None:
     """Put ``values`` into ``result.json``, beside what is there."""
-    path = run_dir / RESULT
+    result = result_of(run_dir) | plain(values)
+    write_atomically(run_dir / RESULT, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """What ``result.json`` holds; nothing where there is none."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
-        result = {}
-    result = (result if isinstance(result, dict) else {}) | plain(values)
-    write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+        return {}
+    return result if isinstance(result, dict) else {}
 
 
 def plain(value: Any) -> Any:
@@ -137,7 +159,7 @@ def _make(path: Path, exist_ok: bool) -> Path:
             raise
         raise ConfigError(f"{path} exists and is not a folder") from None
     except OSError as error:
-        raise ConfigError(f"{path} can't be made: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(f"{path} can't be made: {reason_of(error)}") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} can't be written to")
     return path

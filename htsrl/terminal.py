@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -32,6 +33,8 @@ REDRAW_SECONDS = 0.25
 """Least time between two drawings of the live table."""
 WINDOW_SECONDS = 30.0
 """Speed and shares of time are means over about this long."""
+MOST_IN_WINDOW = 1000
+"""Intervals that are remembered for it; where there are more, the shorter ones count with their neighbours."""
 PHASES = ("rollout", "learn", "wait")
 """Where time goes: the records' ``time/*``."""
 LABELS = {"loss/policy": "policy loss", "loss/value": "value loss", "loss/grad_norm": "gradient norm"}
@@ -56,20 +59,27 @@ class Board:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Parts of the wall-clock time; collecting and learning overlap."""
     _window: deque[tuple[float, float, dict[str, float]]] = field(default_factory=lambda: deque([(0.0, 0.0, {})]))
+    """Seconds, steps and time spent so far at the ends of intervals: what was between two is their difference."""
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Take in the record of an interval."""
         seconds, steps = float(record.get("seconds") or 0.0), float(record["steps"])
-        spent = {name: float(record[f"time/{name}"] or 0.0) for name in PHASES if f"time/{name}" in record}
         window = self._window
+        before = window[-1][2]
+        spent = {
+            name: before.get(name, 0.0) + float(record[f"time/{name}"] or 0.0)
+            for name in PHASES
+            if f"time/{name}" in record
+        }
+        if len(window) > 2 and window[-1][0] - window[-2][0] < WINDOW_SECONDS / MOST_IN_WINDOW:
+            window.pop()
         window.append((seconds, steps, spent))
         while len(window) > 2 and window[1][0] < seconds - WINDOW_SECONDS:
             window.popleft()
-        first_seconds, first_steps, _ = window[0]
+        first_seconds, first_steps, first_spent = window[0]
         passed = max(seconds - first_seconds, 1e-9)
         self.speed = (steps - first_steps) / passed
-        totals = {name: sum(each.get(name, 0.0) for _, _, each in list(window)[1:]) for name in spent}
-        self.shares = {name: min(total / passed, 1.0) for name, total in totals.items()}
+        self.shares = {name: min((total - first_spent.get(name, 0.0)) / passed, 1.0) for name, total in spent.items()}
         self.record = record
 
     @property
@@ -96,9 +106,17 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class Terminal(Console):
+    """A console that says that nobody reads any more; rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled."""
+        raise
+
+
 def make_view(progress: str, board: Board) -> View:
     """The view for ``--progress``; 'auto' shows the table on a terminal that can move its cursor."""
-    console = Console(highlight=False, force_terminal=True if progress == "live" else None)
+    console = Terminal(highlight=False, force_terminal=True if progress == "live" else None)
     if progress == "auto":
         progress = "live" if console.is_terminal and not console.is_dumb_terminal else "plain"
     if progress == "live":
@@ -229,13 +247,16 @@ class LiveView:
         if self._ticker.is_alive():
             self._ticker.join()
         if self._live.is_started:
-            self._live.refresh()
-            self._live.stop()
+            try:
+                self._live.refresh()
+            finally:
+                self._live.stop()  # it gives standard output back, too
 
     def _tick(self) -> None:
-        while not self._closed.wait(1.0):
-            if time.monotonic() >= self._next + 1.0 - REDRAW_SECONDS:
-                self._draw()
+        with suppress(OSError):  # the terminal is gone, which the run's thread will notice
+            while not self._closed.wait(1.0):
+                if time.monotonic() >= self._next + 1.0 - REDRAW_SECONDS:
+                    self._draw()
 
     def _draw(self) -> None:
         began = time.monotonic()

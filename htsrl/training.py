@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,24 @@ from htsrl.errors import ConfigError, NonFinite
 from htsrl.failure import save_failure
 from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
+from htsrl.processes import RUN_SIGNALS
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.restoring import load_run_checkpoint, refuse_unfit
 from htsrl.run import Result, Run
-from htsrl.rundir import CHECKPOINTS, CONFIG, INITIAL, RESULT, alone_in, create_run_dir, require_run, update_result
+from htsrl.rundir import (
+    CHECKPOINTS,
+    CONFIG,
+    INITIAL,
+    RESULT,
+    alone_in,
+    create_run_dir,
+    plain,
+    require_run,
+    result_of,
+    update_result,
+    writing,
+)
 from htsrl.settings import Layer, flat, overlay
 from htsrl.tomlfile import load_config, save_config
 from htsrl.tracefile import refuse_unwritable
@@ -54,7 +67,8 @@ def train(config: AnyConfig) -> Result:
     build_model(spec, config.network, config.seed)  # a network that doesn't fit is refused before anything is written
     refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
-    save_config(config, run_dir / CONFIG)
+    with writing(run_dir / CONFIG):
+        save_config(config, run_dir / CONFIG)
     return _execute(config, spec, run_dir, None)
 
 
@@ -89,8 +103,10 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
         notes.append("there is no checkpoint yet: starting over")
     else:
         if checkpoint.state["finished"]:
-            if not (run_dir / RESULT).exists():  # it went down between the last checkpoint and this file
-                update_result(run_dir, checkpoint.state["result"])
+            finished = plain(checkpoint.state["result"] | {"interrupted": False})
+            if not finished.items() <= result_of(run_dir).items():  # it went down before it had written this file
+                with writing(run_dir / RESULT):
+                    update_result(run_dir, finished | {"checkpoint": str(newest_checkpoint(run_dir))})
             return None
         refuse_changed_environment(checkpoint, spec)
         refuse_unfit(run_dir, checkpoint, config, spec)
@@ -102,10 +118,10 @@ def resume(run_dir: Path, changes: Layer = NO_CHANGES) -> Result | None:
             notes.append(
                 "snapshots of environments are not used, this user's runs didn't make them: replaying episodes"
             )
-    with alone_in(run_dir):
+    with alone_in(run_dir), writing(run_dir):
         for path, _ in damaged:
             path.rename(path.with_suffix(".damaged"))
-        for unfinished in (run_dir / CHECKPOINTS).glob(".*.tmp"):
+        for unfinished in (*run_dir.glob(".*.tmp"), *(run_dir / CHECKPOINTS).glob(".*.tmp")):
             unfinished.unlink()
         if checkpoint is None:
             rewind(run_dir, 0, 0, frozenset())
@@ -136,8 +152,13 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
     named = {f"parameters/{name}": array for name, array in weights.items()}
-    write_checkpoint(run_dir / INITIAL, Checkpoint(named, {"forked_from": str(source)}))
-    save_config(config, run_dir / CONFIG)
+    with writing(run_dir):
+        write_checkpoint(run_dir / INITIAL, Checkpoint(named, {"forked_from": str(source)}))
+        try:
+            save_config(config, run_dir / CONFIG)
+        except OSError:
+            (run_dir / INITIAL).unlink()  # without it, this folder is as unused as before
+            raise
     return _execute(config, spec, run_dir, None)
 
 
@@ -211,19 +232,25 @@ def changed_fingerprint(checkpoint: Checkpoint, config: AnyConfig) -> str:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second ends the run at once."""
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; the second ends the run at once.
+
+    A SIGHUP never does that: when a terminal is closed, the system sends one, and often the shell another. One that was
+    ignored from the start stays ignored, as nohup wants it.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handle(number: int, frame: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and number != signal.SIGHUP:
             raise KeyboardInterrupt
         stop.set()
-        os.write(2, b"\nstopping after this interval; once more to end at once\n")
+        with suppress(OSError):  # there is no terminal any more
+            os.write(2, b"\nstopping after this interval; once more to end at once\n")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    before = {number: signal.signal(number, handle) for number in RUN_SIGNALS if number != signal.SIGHUP or not ignored}
     try:
         yield stop
     finally:

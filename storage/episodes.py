@@ -17,7 +17,7 @@ class EpisodeLog:
     episode: int
     """k: the current episode starts from ``episode_seed(seed, n, k)``."""
     pieces: tuple[np.ndarray, ...]
-    """Its actions so far, as stored, in pieces [L_i, *A]: an endless episode must not be copied at every barrier."""
+    """Its actions so far, as stored, in pieces [L_i, *A], the longer ones first: see :func:`appended`."""
     reset_pending: bool = False
     """The episode was truncated: the next row resets."""
     last_obs: np.ndarray | None = None
@@ -65,13 +65,26 @@ def continued(log: EpisodeLog, storage: Any, n: int, row: int) -> EpisodeLog:
     # An episode begins after the row that terminated the one before, or after the row that is not a transition.
     ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
     beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
+    pieces: tuple[np.ndarray, ...]
     if len(beginnings):
         pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
     else:
-        pieces = (*log.pieces, storage.action[:row, n].copy())
+        pieces = appended(log.pieces, storage.action[:row, n].copy())
     return EpisodeLog(
         episode=log.episode + len(beginnings),
         pieces=pieces,
         reset_pending=bool(storage.truncated[row - 1, n]),
         last_obs=storage.obs[row, n].copy(),
     )
+
+
+def appended(pieces: tuple[np.ndarray, ...], new: np.ndarray) -> tuple[np.ndarray, ...]:
+    """``pieces`` and ``new`` [L, *A], joined so that each is longer than the next.
+
+    An endless episode of L actions is then never copied at every barrier, nor does it come to a piece for each: there
+    are at most log2(L) pieces, and each action is copied at most that often.
+    """
+    while pieces and len(pieces[-1]) <= len(new):
+        new = np.concatenate([pieces[-1], new])
+        pieces = pieces[:-1]
+    return (*pieces, new)

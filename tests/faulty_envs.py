@@ -193,7 +193,7 @@ class HangsInInit(Steady):
 
 class HangsInEvaluator(Steady):
     def step(self, action: int) -> tuple[Any, Any, bool, bool, dict]:
-        if multiprocessing.current_process().name == "htsrl-evaluator":
+        if multiprocessing.current_process().name == "evaluator":
             time.sleep(1e6)
         return super().step(action)
 

@@ -42,7 +42,7 @@ def hangs_in_child(spec: Any) -> nn.Module:
 
 
 def hangs_in_evaluator(spec: Any) -> nn.Module:
-    while multiprocessing.current_process().name == "htsrl-evaluator":
+    while multiprocessing.current_process().name == "evaluator":
         time.sleep(1e6)
     return Linear()
 

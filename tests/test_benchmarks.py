@@ -93,6 +93,32 @@ def test_workloads_are_valid_configurations(benchmarks):
     assert (sleeping.sleep.mean_s, sleeping.sleep.shape, sleeping.settings["num_executors"]) == (0.002, 16.0, 64)
 
 
+def test_a_soak_s_verdict(benchmarks):
+    from soak import MEASURES, TOLERANCE, Watched, judge, share_of_terminations, slope
+
+    def process(*columns, seconds):
+        return Watched("actor 0", 1, seconds, list(zip(*columns)))
+
+    def flat(watched):
+        return {name: measure["flat"] for name, measure in judge(watched, 20.0, 100.0).items()}
+
+    seconds = [2.0 * k for k in range(51)]
+    level = [100.0] * 51
+    warming = [50.0 + min(k, 10) for k in range(51)]  # until second 20
+    one_off = [30.0 if k == 25 else 10.0 for k in range(51)]
+    assert all(flat(process(warming, level, one_off, level, seconds=seconds)).values())
+    leaking = [100.0 + second * TOLERANCE["rss_mib"] / 75 for second in seconds]
+    assert flat(process(level, leaking, level, level, seconds=seconds)) == dict.fromkeys(MEASURES, True) | {
+        "rss_mib": False
+    }
+    handles = [10.0 + (second >= 60) for second in seconds]
+    assert not flat(process(level, level, handles, level, seconds=seconds))["handles"]
+    for gone in (slice(0, 40), slice(15, 51)):  # before the end, or not from the beginning
+        assert not any(flat(process(*[level[gone]] * 4, seconds=seconds[gone])).values())
+    assert slope([0, 1, 2, 3, 4], [5, 7, 9, 11, 1000]) == 2.0
+    assert share_of_terminations(100) == pytest.approx(0.5, abs=0.02)  # its own ends are of both kinds, evenly
+
+
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -113,6 +139,9 @@ def test_workloads_are_valid_configurations(benchmarks):
         ("faults.py", ["--workloads", "chess"], "chess is not a workload"),
         ("faults.py", ["--minutes", "0"], "--minutes"),
         ("contract_cost.py", ["--spread", "17"], "between 1 and 16"),
+        ("soak.py", ["--minutes", "0"], "--minutes"),
+        ("soak.py", ["--minutes", "1", "--warm-up", "60"], "--warm-up"),
+        ("soak.py", ["--set", "epochs=0"], "epochs must be"),
     ],
 )
 def test_refusals_are_one_sentence(benchmarks, monkeypatch, capsys, script, arguments, words):
@@ -225,3 +254,17 @@ def test_faults_are_injected_from_outside_and_judged(benchmarks, tmp_path):
     assert record["faults"]["executor SIGKILL"] | {"seconds_to_react": 0} == {
         "injected": 2, "survived": 1, "seconds_to_react": 0,
     }  # fmt: skip
+
+
+def test_a_short_soak_leaves_a_complete_record(tmp_path):
+    done = run("soak.py", "--minutes", 0.1, "--warm-up", 0, "--json", tmp_path / "soak.json", cwd=tmp_path, timeout=240)
+    record = json.loads((tmp_path / "soak.json").read_text())
+    assert done.returncode == (0 if record["flat"] else 1), done.stderr
+    assert record["processes"].keys() == {
+        "run", "fork server", "resource tracker", "executor 0", "actor 0", "evaluator"
+    }  # fmt: skip
+    assert record["ending"]["status"] == 130
+    assert record["ending"]["left"] == []
+    assert min(record["accomplished"].values()) > 0
+    assert all(len(rows[0]) == len(record["sample_columns"]) for rows in record["samples"].values())
+    assert "flat" in done.stdout

@@ -155,21 +155,6 @@ def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "lines.jsonl").read_text() == '{"interval": 0}\n'
 
 
-def test_a_full_disk_ends_the_file_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def disk_full(self: JsonLines, record: dict[str, Any]) -> None:
-        raise OSError(28, "No space left on device")
-
-    reporter = Reporter(small(progress="none"), SPEC, tmp_path)
-    monkeypatch.setattr(JsonLines, "append", disk_full)
-    reporter.interval(record(0))
-    reporter.interval(record(1))
-    reporter.close()
-    notes = capsys.readouterr().err.splitlines()
-    assert notes == [f"htsrl: note: no more {METRICS} in {tmp_path}, the run goes on: no space left on device"]
-
-
 def test_results_keep_what_others_wrote(tmp_path: Path) -> None:
     update_result(tmp_path, {"evaluation": {"return_mean": math.inf}})
     update_result(tmp_path, {"steps": np.int64(3), "path": tmp_path})
@@ -311,7 +296,7 @@ def test_drawing_is_rationed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interval_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "htsrl.terminal.Console", lambda **_: Console(file=io.StringIO(), force_terminal=True, width=120)
+        "htsrl.terminal.Terminal", lambda **_: Console(file=io.StringIO(), force_terminal=True, width=120)
     )
     reporter = Reporter(small(progress="live"), SPEC, tmp_path)
     reporter.start({})
@@ -328,7 +313,7 @@ def test_an_interval_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_auto_is_plain_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
     board = filled_board()
     assert isinstance(make_view("auto", board), PlainView)
-    monkeypatch.setattr("htsrl.terminal.Console", lambda **_: Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr("htsrl.terminal.Terminal", lambda **_: Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(make_view("auto", board), LiveView)
     monkeypatch.setenv("TERM", "dumb")
