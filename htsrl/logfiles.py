@@ -104,6 +104,8 @@ def _records(path: Path, *counts: str) -> Iterator[tuple[dict[str, Any], int]]:
         for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES), b""), start=1):
             if not line.endswith(b"\n") and len(line) < MOST_BYTES:
                 return
+            if not line.strip(b"\0\n"):
+                return  # what a file system may leave when the machine goes down
             try:
                 record = json.loads(line, parse_int=_int64, parse_float=_finite, parse_constant=_finite)
                 if not isinstance(record, dict) or any(type(record[name]) is not int for name in counts):

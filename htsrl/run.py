@@ -10,6 +10,7 @@ The main thread of this process is the learner. Interval j:
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 import time
 from collections import deque
@@ -412,7 +413,10 @@ class Run:
         try:
             path = self.save_checkpoint(None if interrupted else values)
         except OSError as error:
-            raise RunFailed(f"the last checkpoint could not be written to {self.run_dir}: {error.strerror}") from None
+            raise RunFailed(
+                f"the last checkpoint can't be written to {self.run_dir}: {reason_of(error)}; make room, then "
+                f"`htsrl resume {shlex.quote(str(self.run_dir))}` goes on from the one before it"
+            ) from None
         self.result = Result(self.run_dir, interrupted, values)
         self.reporter.finish(values | {"checkpoint": str(path), "interrupted": interrupted})
 

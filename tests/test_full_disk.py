@@ -258,18 +258,18 @@ def test_log_files_are_cut_in_their_place(tmp_path):
     """Even where a machine that went down left a damaged line, and where no file could be written again."""
     lines = JsonLines(tmp_path / METRICS)
     for interval in range(5):
-        lines.append({"interval": interval})
+        lines.append({"interval": interval, "steps": 1})
     lines.close()
     whole = (tmp_path / METRICS).read_bytes()
-    (tmp_path / METRICS).write_bytes(whole.replace(b'{"interval": 4}', b"\0" * 8))
+    (tmp_path / METRICS).write_bytes(whole.replace(b'{"interval": 4, "steps": 1}', b"\0" * 8))
     (tmp_path / EVALUATIONS).write_text('{"steps": 10}\n{"steps": 20}\n{"steps": 30}\n')
     inode = (tmp_path / METRICS).stat().st_ino
     with limited(0):
         rewind(tmp_path, 5, 100, {20, 30})
-    assert (tmp_path / METRICS).read_bytes() == whole[: whole.index(b'{"interval": 4}')]
+    assert (tmp_path / METRICS).read_bytes() == whole[: whole.index(b'{"interval": 4,')]
     assert (tmp_path / METRICS).stat().st_ino == inode
     assert (tmp_path / EVALUATIONS).read_text() == '{"steps": 10}\n'
     rewind(tmp_path, 2, 5, frozenset())
-    assert (tmp_path / METRICS).read_text() == '{"interval": 0}\n{"interval": 1}\n'
+    assert (tmp_path / METRICS).read_text() == '{"interval": 0, "steps": 1}\n{"interval": 1, "steps": 1}\n'
     assert (tmp_path / EVALUATIONS).read_text() == ""
     assert not (tmp_path / DIGESTS).exists()

@@ -97,11 +97,13 @@ def test_a_run_needs_no_shared_memory_folder(start, tmp_path):
 def test_replaced_children_leave_nothing_in_the_run(tmp_path):
     with running(tmp_path / "run", env="CartPole-v1", total_steps=10**9) as run:
         stop = threading.Event()
-        seen = []
+        seen, crew = [], len(run.crew.children)
 
         def strike():
             for role in ("executor", "actor", "executor"):
-                while not all(child.ready for child in run.crew.children) and not stop.is_set():
+                while not (len(run.crew.children) == crew and all(child.ready for child in run.crew.children)):
+                    if stop.is_set():
+                        return
                     time.sleep(0.01)
                 children = psutil.Process().children(recursive=True)
                 zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in children)

@@ -400,7 +400,7 @@ def test_any_configuration_is_refused_or_read(stopped, tmp_path_factory, data):
 def test_storages_beyond_this_machines_memory_are_refused():
     spec = envs.describe("CartPole-v1", configure("CartPole-v1").environment)
     for huge in ({"num_envs": 10**15, "sync_interval": 1_000_000}, {"num_envs": 4, "sync_interval": 10**18}):
-        with pytest.raises(ConfigError, match=r"GiB.*use fewer --num-envs"):
+        with pytest.raises(ConfigError, match=r"GiB.*lower --num-envs"):
             resolve(configure("CartPole-v1", minibatches=4, **huge), spec)
 
 
