@@ -23,7 +23,7 @@ from htsrl.config import GymnasiumOptions
 from htsrl.envs import checks
 from htsrl.envs.spaces import encode_observations
 from htsrl.errors import ConfigError, EnvironmentFailed, RunFailed
-from htsrl.evaluation import evaluate
+from htsrl.evaluation import evaluate, evaluation_batch
 from htsrl.models import build_model
 from htsrl.settings import configure
 
@@ -249,6 +249,6 @@ def test_a_first_step_of_nonsense_is_refused_before_anything_starts(monkeypatch,
 def test_evaluation_names_the_fault(env, words):
     config = configure(f"faulty_envs:{env}-v0")
     spec = envs.describe(config.env, config.environment)
-    model = build_model(spec, config.network, 0)
+    batch = evaluation_batch(build_model(spec, config.network, 0), spec)
     with pytest.raises(EnvironmentFailed, match=rf"(?s)faulty_envs:{env}-v0 failed in evaluation episode \d+.*{words}"):
-        evaluate(model, spec, config.environment, seed=0, episodes=8, stochastic=True)
+        evaluate(batch, spec, config.environment, seed=0, episodes=8, stochastic=True)
