@@ -235,6 +235,7 @@ def test_mujoco_is_reproducible_and_quiet(capfd: pytest.CaptureFixture[str]) -> 
     spec = envs.describe("HalfCheetah-v5", DEFAULT)
     assert (spec.observation_shape, spec.action.kind, spec.action.low) == ((17,), "box", (-1.0,) * 6)
     assert "mujoco" in spec.versions
+    assert "mujoco" not in envs.describe("CartPole-v1", GymnasiumOptions()).versions
     capfd.readouterr()
 
     def episode(env: envs.Environment, seed: int) -> list[bytes]:

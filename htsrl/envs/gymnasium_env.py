@@ -13,7 +13,6 @@ import contextlib
 import copy
 import difflib
 import importlib.metadata
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -203,7 +202,8 @@ def _any_action(actions: Actions) -> Any:
 def _versions(env: gymnasium.Env) -> dict[str, str]:
     """Versions of Gymnasium, of the package that holds the environment, and of MuJoCo where it is used."""
     packages = {"gymnasium", type(env.unwrapped).__module__.partition(".")[0]}
-    if "mujoco" in sys.modules:
+    # Not by what is loaded: another environment may have loaded it, and a resumed run would miss it
+    if any("mujoco" in base.__module__ for base in type(env.unwrapped).__mro__):
         packages.add("mujoco")
     versions = {}
     for package in sorted(packages):
