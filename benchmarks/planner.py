@@ -11,7 +11,7 @@ from typing import Any
 from barrier import bounds
 from discrete_events import Inference, Outcome, Setup, Times, Work, simulate
 
-from htsrl.resolve import MOST_PROCESSES
+from htsrl.limits import MOST_PROCESSES
 
 GROUPS = 2
 """Of each executor with more than one replica: it steps one while the other is answered."""

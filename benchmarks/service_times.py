@@ -28,7 +28,7 @@ from company import company
 from contract_cost import draw_noise
 from workloads import Workload, workload
 
-from htsrl import determinism, envs, processes
+from htsrl import envs, processes
 from htsrl.actors.actor import run_actor
 from htsrl.actors.executor import run_executor
 from htsrl.actors.mailbox import LOOK, Inbox, mailbox
@@ -39,12 +39,14 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import RunFailed
 from htsrl.learner.learner import Learner
 from htsrl.models import build_model
+from htsrl.models.flat import Shard
 from htsrl.resolve import layout_for, resolve
 from htsrl.storage.digest import trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.snapshots import SnapshotFile
 
 SLICES = 200
 """A sample is kept as the means of this many slices of it."""
@@ -125,6 +127,8 @@ def executor_alone(config: AnyConfig, replicas: int, group: int, seconds: float)
         to_executor, to_actor, barrier = ends = mailbox(), mailbox(), mailbox()
         for each in (end for pair in ends for end in pair):
             opened.callback(each.close)
+        snapshots = SnapshotFile()
+        opened.callback(snapshots.close)
         control.interval[0] = -1
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(replicas)]
@@ -139,6 +143,7 @@ def executor_alone(config: AnyConfig, replicas: int, group: int, seconds: float)
                 seed=0,
                 sync_interval=T,
                 logs=logs,
+                snapshots=snapshots,
                 inbox=to_executor[0],
                 actors=[to_actor[1]],
                 barrier=barrier[1],
@@ -425,10 +430,11 @@ class LearnerAlone:
             storage.behaviour_version[0] = self.learner.version
             self.learner.learn(storage, 0.0)
 
-        determinism.enable(threads)
-        found = wall_and_cpu(learn, seconds)
-        determinism.enable(threads=1)
-        return found
+        parameters = self.learner.parameters
+        parameters.shards = (
+            [Shard(parameters.tensors, parameters.vector) for _ in range(threads)] if threads > 1 else []
+        )
+        return wall_and_cpu(learn, seconds)
 
     def line(self, seconds: list[float]) -> dict[str, float]:
         """``fixed_s + rows · row_s`` through the ``seconds`` at both LENGTHS."""
