@@ -160,13 +160,14 @@ class Training:
         return self.process.poll() is not None
 
     def children(self) -> dict[str, list[psutil.Process]]:
-        """Its executors and actors; the latter are those that have loaded torch."""
+        """Its executors and actors, by the names that they give themselves."""
         found: dict[str, list[psutil.Process]] = {"executor": [], "actor": []}
         for server in self.process_tree(recursive=False):
             with suppress(psutil.Error):
                 for child in server.children():
-                    loaded = Path(f"/proc/{child.pid}/maps").read_text(errors="replace")
-                    found["actor" if "libtorch" in loaded else "executor"].append(child)
+                    role = child.name().partition("-")[0]
+                    if role in found:
+                        found[role].append(child)
         return found
 
     def process_tree(self, recursive: bool = True) -> list[psutil.Process]:
