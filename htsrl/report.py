@@ -71,6 +71,10 @@ class Reporter:
         line = evaluation_line(numbers)
         self._show(lambda: self._view.evaluation(line))
 
+    def recovered(self, count: int) -> None:
+        """Show how many processes were replaced so far."""
+        self._board.recovered = count
+
     def note(self, message: str) -> None:
         """Show a line for the person: a warning."""
         self._show(lambda: self._view.note(message))

@@ -454,6 +454,7 @@ class Run:
         """Pass on what happened to the crew since the last barrier."""
         for event in self.crew.take_events():
             self.reporter.note(event)
+        self.reporter.recovered(self.recovered_before + self.crew.recovered)
         self.reproducible = self.reproducible and self.crew.reproducible
 
     def facts(self) -> dict[str, str]:

@@ -54,6 +54,8 @@ class Board:
     """The latest interval's."""
     evaluation: Mapping[str, Any] | None = None
     """The latest."""
+    recovered: int = 0
+    """Processes that were replaced."""
     speed: float = 0.0
     """Steps per second over the window."""
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -406,6 +408,8 @@ def _numbers(board: Board, since: float) -> list[tuple[str, Rows]]:
     ]
     if board.frame_skip > 1:
         run.append(("frames", f"{record.get('frames', 0):,}"))
+    if board.recovered:
+        run.append(("recovered", f"{board.recovered:,}"))
     episodes: Rows = [
         ("finished", f"{record.get('episodes', 0):,}"),
         ("return, last 100", number(record.get("episode_return_mean"))),

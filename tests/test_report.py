@@ -245,6 +245,16 @@ def test_a_lag_that_differs_from_row_to_row_is_shown() -> None:
     assert "lag 0.750 to  3  rollout" in plain_line(board)
 
 
+def test_recovered_processes_stand_in_the_table_once_there_are_any():
+    def rows(recovered):
+        board = filled_board()
+        board.recovered = recovered
+        return ["".join(text for text, _ in line) for line in table(board, 112).lines]
+
+    assert not any("recovered" in row for row in rows(0))
+    assert any(row.split("recovered")[1].split()[0] == "3" for row in rows(3) if "recovered" in row)
+
+
 def test_the_table_in_ascii() -> None:
     text = "".join(text for line in table(filled_board(), 100, ascii_only=True).lines for text, _ in line)
     assert text.isascii()
