@@ -42,8 +42,10 @@ def generator(seed: int, stream: Stream, *position: int) -> np.random.Generator:
     if len(position) > 2 or min(seed, first, second) < 0:
         raise ValueError(f"position takes at most two non-negative integers, got {position} for seed {seed}")
     # Seeds above 64 bits fold into the key's second word beside the stream.
-    key = [seed & _MASK, ((seed >> 64) << 8 | int(stream)) & _MASK]
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, second, first]))
+    # As uint64: NumPy makes floats of a list in which one number needs the 64th bit, and neighbouring seeds the same.
+    key = np.array([seed & _MASK, ((seed >> 64) << 8 | int(stream)) & _MASK], np.uint64)
+    counter = np.array([0, 0, second, first], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def episode_seed(seed: int, replica: int, episode: int) -> int:

@@ -43,6 +43,12 @@ def test_a_position_always_gives_the_same_draws(seed, stream, first, second):
         assert not np.array_equal(other.random(3), draws[0])
 
 
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 2, 2**64, 2**69 + 5])
+def test_neighbouring_seeds_of_64_bits_and_more_differ(seed):
+    first, second = (rng.generator(each, Stream.EPISODE).random(3) for each in (seed, seed + 1))
+    assert not np.array_equal(first, second)
+
+
 def test_a_generator_goes_on_from_its_saved_state():
     first = rng.generator(3, Stream.ENVIRONMENT, 5)
     first.integers(100, size=7, dtype=np.uint32)  # an odd number of half words: one is left over
