@@ -5,8 +5,8 @@
     python benchmarks/faults.py --minutes 1 --workloads cartpole,football --json faults.json
 
 Small runs of `htsrl train`, one workload after the other, until the time is over. Executors and actors are killed
-(SIGKILL) or stopped (SIGSTOP, which they survive only by being found out after --step-timeout) at random moments, up to
-three in a row, then left in peace until two more intervals are recorded. The run's own process is killed, too, and
+(SIGKILL) or stopped (SIGSTOP: found out after --step-timeout, or --start-timeout while they come up) at random moments,
+up to three in a row, then left in peace until two more intervals are recorded. The run's own process is killed, too, and
 resumed. A run survives its faults if it ends with the trajectory, parameters and losses of an undisturbed one, interval
 by interval; that another seed gives others is checked first. Environments that aren't installed are left out. Exit
 status: 0 every fault survived, 1 not.
@@ -39,6 +39,8 @@ from htsrl.rundir import DIGESTS, METRICS
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 STEP_TIMEOUT_S = 3.0
+# Of a process that is stopped while it comes up.
+START_TIMEOUT_S = 20.0
 # Nothing of a run takes as long as this; a figure for "never".
 NEVER_S = 120.0
 LOOK_EVERY_S = 0.005
@@ -198,7 +200,7 @@ def command_of(workload: Workload, run_dir: Path, seed: int) -> list[str]:
     config = workload.config()
     rows = config.runtime.num_envs * config.runtime.sync_interval
     settings = workload.settings | LAYOUT | {"checkpoint_every": 2 * rows, "step_timeout": STEP_TIMEOUT_S}
-    settings |= {"seed": seed, "max_restarts": 100_000, "run_dir": run_dir}
+    settings |= {"start_timeout": START_TIMEOUT_S, "seed": seed, "max_restarts": 100_000, "run_dir": run_dir}
     switches = ["--record-digests", "--no-tensorboard"]
     return ["train", "--env", workload.env, "--algo", workload.algo, *flags(settings), *switches]
 
