@@ -7,9 +7,9 @@
 Small runs of `htsrl train`, one workload after the other, until the time is over. Executors and actors are killed
 (SIGKILL) or stopped (SIGSTOP: found out after --step-timeout, or --start-timeout while they come up) at random moments,
 up to three in a row, then left in peace until two more intervals are recorded. The run's own process is killed, too,
-and resumed. A run survives its faults if it ends with the trajectory, parameters and losses of an undisturbed one, interval
-by interval; that another seed gives others is checked first. Environments that aren't installed are left out. Exit
-status: 0 every fault survived, 1 not.
+and resumed. A run survives its faults if it ends with the trajectory, parameters and losses of an undisturbed one,
+interval by interval; that another seed gives others is checked first. Environments that aren't installed are left out.
+Exit status: 0 every fault survived, 1 not.
 """
 
 from __future__ import annotations
