@@ -54,7 +54,8 @@ def refuse_what_does_not_fit(config: AnyConfig, spec: EnvSpec, layout: Layout) -
 
 def refuse_memory(config: AnyConfig, spec: EnvSpec) -> None:
     """The storages, nearly all that a run shares. What each process needs for itself comes on top."""
-    T, N, storages = config.runtime.sync_interval, config.runtime.num_envs, config.runtime.async_slots
+    T, N = config.runtime.sync_interval, config.runtime.num_envs
+    storages = config.runtime.async_slots + (config.runtime.schedule == "async")  # there, one more to learn from
     fields = rollout_fields(spec, T, N, make_head(spec.action).noise_size)
     needed, left = storages * total_bytes({"storage": fields}), memory_left()
     if needed > left.amount:

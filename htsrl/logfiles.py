@@ -13,9 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from htsrl.errors import ConfigError
-from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain
+from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, plain, reason_of
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+MOST_BYTES = 1 << 20
+"""Of a line."""
+
+
+def open_log(path: Path) -> int:
+    """A descriptor of ``path``, to read it and to append to it.
+
+    Raises:
+        ConfigError: it can't be opened, or is a link to somewhere else.
+    """
+    try:
+        return os.open(path, FLAGS, 0o666)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written to: {reason_of(error)}") from None
 
 
 def append_whole(file: int, data: bytes) -> None:
@@ -35,10 +49,6 @@ def append_whole(file: int, data: bytes) -> None:
             os.ftruncate(file, before)
 
 
-MOST_BYTES = 1 << 20
-"""Of a line."""
-
-
 class JsonLines:
     """A file of one JSON object per line, of which no crash leaves half a line in front of another."""
 
@@ -49,10 +59,7 @@ class JsonLines:
             ConfigError: it can't be opened, or is a link to somewhere else.
         """
         self.path = path
-        try:
-            self._file = os.open(path, FLAGS, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{path} can't be written to: {(error.strerror or str(error)).lower()}") from None
+        self._file = open_log(path)
         self._cut_half_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -138,7 +145,7 @@ def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None
     TensorBoard's files are removed: the reporter writes them again from the other two.
 
     Raises:
-        ConfigError: a line of a log file is damaged; no file was changed.
+        ConfigError: a line that stays is damaged, or a log file is a link to somewhere else; no file was changed.
     """
     kept: dict[str, tuple[tuple[str, ...], Callable[[int], bool]]] = {
         METRICS: (("interval", "steps"), lambda j: j < interval),
@@ -152,25 +159,11 @@ def rewind(run_dir: Path, interval: int, steps: int, repeated: Set[int]) -> None
             if not keep(record[count]):
                 break
             sizes[run_dir / name] += length
-    for path, size in sizes.items():
-        if path.is_file():
-            os.truncate(path, size)
+    for file, size in [(open_log(path), size) for path, size in sizes.items() if path.is_file()]:
+        os.ftruncate(file, size)
+        os.close(file)
     for events in run_dir.glob("events.out.tfevents.*"):
         events.unlink()
-
-
-def _cut(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut ``path`` at its first line that ``keep`` refuses, or that a machine which went down left damaged."""
-    with path.open("r+b") as lines:
-        end = 0
-        for line in lines:
-            try:
-                if not line.endswith(b"\n") or not keep(json.loads(line)):
-                    break
-            except ValueError:
-                break
-            end += len(line)
-        lines.truncate(end)
 
 
 class TensorBoard:

@@ -45,10 +45,7 @@ def launch(module: str) -> None:
     with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
         _CONTEXT.set_forkserver_preload(["htsrl.nursery", module])
         try:
-            with _signals_blocked():
-                resource_tracker.ensure_running()  # multiprocessing's own: it unblocks some of them behind it
-            with _signals_blocked():
-                forkserver.ensure_running()
+            _ensure_server()
         except OSError as error:
             raise RunFailed(f"the server that starts executors and actors can't be started: {error}") from error
 
@@ -66,17 +63,18 @@ def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
     with _ONE_AT_A_TIME, _one_blas_thread(), _children_ignore_main():
         for attempt in range(ATTEMPTS):
             time.sleep(0.1 * attempt)  # a server that dies is there for a moment longer
-            known, knows = mailbox()
-            with closing(known), closing(knows), _server_must_answer():
-                arguments = (known, body.__module__, body.__qualname__, ports, name)
-                process = _CONTEXT.Process(target=_begin, args=arguments, name=name)
-                _STARTED.add(process)
-                try:
+            try:
+                known, knows = mailbox()
+                with closing(known), closing(knows), _server_must_answer():
+                    _ensure_server()
+                    arguments = (known, body.__module__, body.__qualname__, ports, name)
+                    process = _CONTEXT.Process(target=_begin, args=arguments, name=name)
+                    _STARTED.add(process)
                     process.start()
                     knows.post(0)
                     return process
-                except (EOFError, OSError) as error:  # end of file: the server could not fork, or was killed
-                    reason = str(error) if isinstance(error, OSError) else "the system allows no further process"
+            except (EOFError, OSError) as error:  # end of file: the server could not fork, or was killed
+                reason = str(error) if isinstance(error, OSError) else "the system allows no further process"
     raise RunFailed(f"{name} can't be started: {reason} (see `ulimit -u` and `ulimit -n`)")
 
 
@@ -84,6 +82,14 @@ def join(process: BaseProcess) -> None:
     """Wait until the fork server has said how ``process``, which has ended, did so."""
     with _server_must_answer():
         process.join()
+
+
+def _ensure_server() -> None:
+    """Start the fork server, if it does not run. It ignores what is for the run, but only once it has come so far."""
+    with _signals_blocked():
+        resource_tracker.ensure_running()  # multiprocessing's own: it unblocks some of them behind it
+    with _signals_blocked():
+        forkserver.ensure_running()
 
 
 @contextmanager
@@ -134,16 +140,29 @@ def _begin(known: Inbox, module: str, body: str, ports: Any, name: str) -> None:
 def _end_with(pipe: int) -> None:
     """Have the system kill this process as soon as the other end of ``pipe`` is closed, however that happens.
 
-    No thread could do that: one that watches never runs while an environment holds the interpreter's lock in a call
-    that hangs, or while the process is stopped.
+    A thread that watches it, as where the system knows no better, never runs while an environment holds the
+    interpreter's lock in a call that hangs, or while the process is stopped.
     """
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    closed = select.poll()
-    closed.register(pipe, 0)
-    if closed.poll(0):  # before this
+    try:
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:
+        threading.Thread(target=_leave_with, args=(pipe,), daemon=True).start()
+    if _closed(pipe, 0):  # before this
         os._exit(1)
+
+
+def _leave_with(pipe: int) -> None:
+    _closed(pipe, None)
+    os._exit(1)
+
+
+def _closed(pipe: int, milliseconds: int | None) -> bool:
+    """Whether the other end is closed, after waiting for that as long."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(milliseconds))
 
 
 @contextmanager
@@ -164,7 +183,7 @@ def _one_blas_thread() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """For the fork server, which inherits the mask: it ignores these signals, but only once it has come so far."""
+    """For what is started meanwhile, and inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 
 from htsrl.config import AnyConfig
 from htsrl.envs.spec import EnvSpec
-from htsrl.errors import RunFailed
+from htsrl.errors import HtsrlError, RunFailed
 from htsrl.logfiles import JsonLines, TensorBoard, read_json_lines
 from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, RESULT, plain, reason_of, update_result, writing
 from htsrl.terminal import Board, QuietView, View, evaluation_line, facts_line, greeting, last_lines, make_view
@@ -23,6 +23,7 @@ class Reporter:
     on. A record that can't be written ends the run, which can be resumed: no file ever lacks a line in its middle.
 
     Raises:
+        ConfigError: at once, where a file is a link to somewhere else.
         RunFailed: by every method that writes a record, and at the end: it can't be written.
     """
 
@@ -36,7 +37,7 @@ class Reporter:
             with writing(run_dir):
                 for name in (METRICS, EVALUATIONS, *([DIGESTS] if config.output.record_digests else ())):
                     self._records[name] = JsonLines(run_dir / name)
-        except RunFailed:
+        except HtsrlError:
             self.close()
             raise
         if config.output.tensorboard:

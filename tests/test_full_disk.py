@@ -14,7 +14,7 @@ from test_resume import SMALL, bits, no_changes
 
 from htsrl import envs
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
-from htsrl.errors import RunFailed
+from htsrl.errors import ConfigError, RunFailed
 from htsrl.logfiles import JsonLines, TensorBoard, rewind
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
@@ -273,3 +273,16 @@ def test_log_files_are_cut_in_their_place(tmp_path):
     assert (tmp_path / METRICS).read_text() == '{"interval": 0, "steps": 1}\n{"interval": 1, "steps": 1}\n'
     assert (tmp_path / EVALUATIONS).read_text() == ""
     assert not (tmp_path / DIGESTS).exists()
+
+
+def test_a_link_is_not_followed_to_be_cut(tmp_path):
+    """In a folder from somebody else, it may lead to another run's records."""
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    run_dir.mkdir()
+    records = "".join(f'{{"interval": {j}, "steps": {j}}}\n' for j in range(4))
+    outside.write_text(records)
+    (run_dir / METRICS).write_text(records)
+    (run_dir / DIGESTS).symlink_to(outside)
+    with pytest.raises(ConfigError, match=r"digests\.jsonl can't be written to"):
+        rewind(run_dir, 2, 2, frozenset())
+    assert outside.read_text() == (run_dir / METRICS).read_text() == records

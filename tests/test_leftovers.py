@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -73,6 +74,32 @@ def test_children_that_still_start_are_gone_when_the_run_is_killed(start):
     run.process.kill()
     assert not run.records()
     assert not run.left()
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["signal", "thread"])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_process_ends_with_what_it_is_tied_to(knows, late):
+    """On a system that can't send signals for a pipe, too, and where the other has ended already."""
+    script = f"""
+import fcntl, os, sys, time
+from htsrl import processes
+def refuse(*arguments):
+    raise OSError(22, "Invalid argument")
+if not {knows}:
+    processes.fcntl.fcntl = refuse
+os.read(0, 1) if {late} else None
+processes._end_with(0)
+print("tied", flush=True)
+time.sleep(1000)
+"""
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=reading, stdout=subprocess.PIPE)
+    os.close(reading)
+    if not late:
+        assert process.stdout.readline() == b"tied\n"
+        assert process.poll() is None
+    os.close(writing)
+    assert process.wait(30) in (1, -signal.SIGKILL)
 
 
 def test_a_run_needs_no_shared_memory_folder(start, tmp_path):

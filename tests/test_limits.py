@@ -163,6 +163,7 @@ def test_memory_is_refused_with_what_is_needed_and_left(monkeypatch):
     # obs 16, noise 8, action 8, log-probability, value and reward 12, flags 3, statistics 16 bytes
     needed = 2 * 8 * 16_384 * 63 / 2**20
     assert f"need {needed:,.0f} MiB of memory, and 1 MiB are left: lower --num-envs or --sync-interval" in message
+    assert f"need {1.5 * needed:,.0f} MiB" in refused(num_envs=8, sync_interval=16_384, algo="impala", schedule="async")
     monkeypatch.setattr(limits, "memory_left", lambda: Left(1 << 30, "left"))
     config = configure("CartPole-v1", num_envs=8, sync_interval=16_384)
     resolve(config, envs.describe(config.env, config.environment))
