@@ -300,7 +300,8 @@ class Crew:
                 lines = {child.reports: child for child in self.children if not child.reports.closed}
                 ended = {child.pidfd: child for child in self.children}
                 waited: list[Any] = [self._barrier, self._wake, *lines, *ended]
-                events = wait(waited, self._patience())
+                patience = self._patience()
+                events = wait(waited, patience)
                 with self.changes:
                     if self._stopping:
                         return
@@ -312,7 +313,7 @@ class Crew:
                     for event in events:
                         if event in ended:
                             self._replace(ended[event])
-                    self._kill_hung()
+                    self._kill_hung(patience)
             except RunFailed as failure:
                 self._failure = failure
             except Exception as error:
@@ -434,16 +435,17 @@ class Crew:
         limits = [limit for child in self.children if (limit := self._limit(child)) is not None]
         return min(limits) / 4 if limits else None
 
-    def _kill_hung(self) -> None:
+    def _kill_hung(self, patience: float | None) -> None:
         """Kill children that have had something to do for too long without getting anywhere.
 
-        After half of that they are reminded: the one that hangs may be the one that should have told them.
+        After half of that they are reminded: the one that hangs may be the one that should have told them. ``patience``
+        is for how many seconds they were not looked after on purpose.
 
         Raises:
             RunFailed: the run has not come up yet; the next try would only take as long.
         """
         now = time.monotonic()
-        late = now - self._looked_at - (self._patience() or math.inf)
+        late = now - self._looked_at - (patience or math.inf)
         self._looked_at = now
         hung = []
         for child in self.children:

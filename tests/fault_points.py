@@ -43,7 +43,7 @@ class Fault:
     Points of an executor or actor are 'before X' and 'after X', X being a store to a counter (posted, stepped,
     finished, answered) or to a row (reward, action), a message (request, answer, barrier) or a kind of report (ready,
     progress, environment); 'after take'; and 'before body'. Points of the run are 'before X' and 'after X', X being a
-    call, 'module:function' or 'module:Class.method'.
+    call, 'module:function' or 'module:Class.method', and maybe a word that must stand in its arguments.
     """
 
     role: str
@@ -239,23 +239,26 @@ def run_process(given: tuple[Callable[..., Any], tuple, Fault, Path]) -> None:
     function(*arguments)
 
 
-def watch_call(target: str, points: Points) -> None:
-    """Have calls of ``target`` pass points."""
+def watch_call(name: str, points: Points) -> None:
+    """Have calls pass the points 'before ``name``' and 'after ``name``'."""
+    target, _, word = name.partition(" ")
     module, path = target.split(":")
-    *outer, name = path.split(".")
+    *outer, attribute = path.split(".")
     owner: Any = import_module(module)
     for each in outer:
         owner = getattr(owner, each)
-    call = getattr(owner, name)
+    call = getattr(owner, attribute)
 
     @wraps(call)
     def watched(*arguments: Any, **options: Any) -> Any:
-        points.passed(f"before {target}")
+        if word not in repr(arguments):
+            return call(*arguments, **options)
+        points.passed(f"before {name}")
         outcome = call(*arguments, **options)
-        points.passed(f"after {target}")
+        points.passed(f"after {name}")
         return outcome
 
-    setattr(owner, name, watched)
+    setattr(owner, attribute, watched)
 
 
 # ------------------------------------------------------------------------------------------------------ runs to disturb
