@@ -225,7 +225,7 @@ STOPPED_TOO_LONG_S = 3.0
             ],
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ", ".join(map(str, value)),
 )
 def test_stopped_processes_are_replaced(tmp_path, undisturbed, schedule, faults):
     config = config_of(schedule=schedule, step_timeout=STOPPED_TOO_LONG_S)
