@@ -215,7 +215,7 @@ class Crew:
         return dict(totals)
 
     def stop(self) -> None:
-        """End every process: those that don't leave when asked are killed. Safe to call twice."""
+        """End every process: those that don't leave when asked, or can't hear it yet, are killed. Safe to call twice."""
         with self.changes:
             if self._stopping:
                 return
@@ -225,6 +225,9 @@ class Crew:
         self._waker.post(STOP)
         if self._supervisor.ident is not None:
             self._supervisor.join()
+        for child in self.children:
+            if not child.ready:
+                child.kill()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         waiting = {child.pidfd for child in self.children}
         while waiting and time.monotonic() < deadline:
