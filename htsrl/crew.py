@@ -215,7 +215,7 @@ class Crew:
         return dict(totals)
 
     def stop(self) -> None:
-        """End every process: those that don't leave when asked, or can't hear it yet, are killed. Safe to call twice."""
+        """End every process: those that don't leave when asked, or can't hear yet, are killed. Safe to call twice."""
         with self.changes:
             if self._stopping:
                 return
