@@ -160,7 +160,7 @@ def plot_timeline(path: Path, output: Path, interval: int | None = None) -> list
     this = timeline.intervals[interval]
     shown = {name: lane.within(this.begin, this.end) for name, lane in list(timeline.lanes.items())[:MOST_LANES]}
     shares = {name: lane.shares(this.length) for name, lane in shown.items()}
-    unit, unit_name = (1000.0, "seconds") if this.length > 10_000 else (1.0, "milliseconds")
+    unit, unit_name = time_unit(this.length)
 
     height = min(0.5, 16.0 / len(shown))
     figure = Figure(figsize=(13, height * len(shown) + 2.1), layout="constrained")
@@ -203,7 +203,9 @@ def summary(timeline: Timeline) -> list[str]:
     roles: dict[str, list[str]] = {}
     for name in timeline.lanes:
         roles.setdefault(name.split()[0], []).append(name)
-    lines = [f"{len(intervals)} intervals of {(end - begin) / len(intervals):.4g} ms on average"]
+    length = (end - begin) / len(intervals)
+    unit, unit_name = time_unit(length)
+    lines = [f"{len(intervals)} intervals of {length / unit:.4g} {unit_name} on average"]
     for role, names in roles.items():
         each = [timeline.lanes[name].within(begin, end).shares(end - begin) for name in names]
         mean = {phase: sum(shares.get(phase, 0.0) for shares in each) / len(each) for phase in PHASES}
@@ -213,6 +215,11 @@ def summary(timeline: Timeline) -> list[str]:
         phases = ", ".join(f"{phase} {mean[phase]:.0%}" for phase in largest)
         lines.append(f"  {label:<13}{_busy(mean):>4.0%} busy, {cpu:>4.0%} CPU: {phases}")
     return lines
+
+
+def time_unit(length: float) -> tuple[float, str]:
+    """The unit, in milliseconds, in which to show times up to ``length`` milliseconds, and its name."""
+    return (1000.0, "seconds") if length > 10_000 else (1.0, "milliseconds")
 
 
 def _busy(shares: dict[Phase, float]) -> float:

@@ -438,7 +438,7 @@ def test_shares_of_the_time(tmp_path: Path) -> None:
     assert lanes["executor 0"].shares(20) == pytest.approx({"wait": 0.1, "step": 0.75, "barrier": 0.15})
     assert lanes["learner"].shares(20) == pytest.approx({"gradient": 0.25, "barrier": 0.75})
     assert summary(timeline) == [
-        "2 intervals of 15 ms on average",
+        "2 intervals of 15 milliseconds on average",
         "  learner       50% busy,  17% CPU: barrier 50%, gradient 50%",
         "  executor      58% busy,  67% CPU: step 58%, wait 32%, barrier 10%",
     ]
