@@ -28,7 +28,7 @@ from company import company
 from contract_cost import draw_noise
 from workloads import Workload, workload
 
-from htsrl import envs, processes
+from htsrl import determinism, envs, processes
 from htsrl.actors.actor import run_actor
 from htsrl.actors.executor import run_executor
 from htsrl.actors.mailbox import LOOK, Inbox, mailbox
@@ -39,7 +39,6 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import RunFailed
 from htsrl.learner.learner import Learner
 from htsrl.models import build_model
-from htsrl.models.flat import Shard
 from htsrl.resolve import layout_for, resolve
 from htsrl.storage.digest import trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
@@ -324,15 +323,15 @@ def measured_workload(each: Workload, messages: dict[str, float], seconds: float
     spec = envs.describe(config.env, config.environment)
     processes.launch(envs.module_of(config.env))
     learner = LearnerAlone(config)
-    (_, alone_s) = learner.update(LENGTHS[-1], 1, seconds / 4)
-    together = {threads: learner.updates(threads, seconds / 4) for threads in {learner.threads} - {1}}
+    _, alone_s = learner.update(LENGTHS[-1], 1, seconds / 4)
+    together = {threads: learner.updates(threads, seconds / 4) for threads in learner.learners if threads > 1}
     with company(each.name):
         beside = learner.updates(1, seconds / 4)
         slower = beside[-1][1] / alone_s
         return {
             "settings": {"env": each.env, "algo": each.algo, **each.settings},
             "observation_bytes": math.prod(spec.observation_shape) * spec.observation_dtype.itemsize,
-            "parameters": len(learner.learner.parameters),
+            "parameters": learner.parameters,
             "gradient_steps": getattr(config.algorithm, "epochs", 1) * getattr(config.algorithm, "minibatches", 1),
             "slower_in_company": slower,
             "learning": {
@@ -396,21 +395,30 @@ def measured_inference(config: AnyConfig, seconds: float) -> dict[str, Any]:
 
 
 class LearnerAlone:
-    """The learner with full storages of random data, one of each of LENGTHS, and the run's other work on them."""
+    """The learner, with one thread and with as many as in a run, and what else the run does with a full storage.
+
+    The storages hold random data, one of each of LENGTHS.
+    """
 
     def __init__(self, config: AnyConfig) -> None:
         spec = envs.describe(config.env, config.environment)
         self.N = config.runtime.num_envs
-        # The learner asserts the lag between data and parameters; with data of our own, 'sync' has the simplest: none
-        runtime = config.runtime.model_copy(update={"schedule": "sync", "device": "cpu"})
-        resolved = resolve(config.model_copy(update={"runtime": runtime}), spec)
-        self.threads = int(resolved.runtime.learner_threads)
-        self.learner = Learner(resolved, spec, torch.device("cpu"))
+        determinism.enable()
+
+        def learner(threads: int) -> Learner:
+            # It asserts the lag between data and parameters; with data of our own, 'sync' has the simplest: none
+            changes = {"schedule": "sync", "device": "cpu", "learner_threads": threads}
+            runtime = config.runtime.model_copy(update=changes)
+            resolved = resolve(config.model_copy(update={"runtime": runtime}), spec)
+            return Learner(resolved, spec, torch.device("cpu"))
+
+        own = int(resolve(config, spec).runtime.learner_threads)
+        self.learners = {threads: learner(threads) for threads in sorted({1, own})}
+        self.model, self.parameters = self.learners[1].model, len(self.learners[1].parameters)
         self.storages = {length: self._storage(spec, length) for length in LENGTHS}
-        self.published = self.learner.newest.clone()
 
     def _storage(self, spec: EnvSpec, length: int) -> SimpleNamespace:
-        fields = rollout_fields(spec, length, self.N, self.learner.model.head.noise_size)
+        fields = rollout_fields(spec, length, self.N, self.model.head.noise_size)
         storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
         storage.obs[:] = random_observations(storage.obs)
         random_actions(storage.action, spec.action)
@@ -424,16 +432,12 @@ class LearnerAlone:
 
     def update(self, length: int, threads: int, seconds: float) -> tuple[float, float]:
         """Wall-clock and CPU seconds of an update on ``length`` steps."""
-        storage = self.storages[length]
+        storage, learner = self.storages[length], self.learners[threads]
 
         def learn() -> None:
-            storage.behaviour_version[0] = self.learner.version
-            self.learner.learn(storage, 0.0)
+            storage.behaviour_version[0] = learner.version
+            learner.learn(storage, 0.0)
 
-        parameters = self.learner.parameters
-        parameters.shards = (
-            [Shard(parameters.tensors, parameters.vector) for _ in range(threads)] if threads > 1 else []
-        )
         return wall_and_cpu(learn, seconds)
 
     def line(self, seconds: list[float]) -> dict[str, float]:
@@ -459,7 +463,7 @@ class LearnerAlone:
         trajectory_digest(bytes(32), storage)
 
     def _noise(self, storage: Any) -> None:
-        draw_noise(SimpleNamespace(storage=storage, model=self.learner.model), keyed=True)  # type: ignore[arg-type]
+        draw_noise(SimpleNamespace(storage=storage, model=self.model), keyed=True)  # type: ignore[arg-type]
 
     def _between(self, storage: Any) -> None:
         no_actions = storage.action[:0, 0]
@@ -468,7 +472,7 @@ class LearnerAlone:
         storage.episode_return.T[storage.episode_length.T > 0].tolist()
         # Parameters are published by the run, then taken by the actor
         for _ in range(2):
-            self.published.copy_(self.learner.newest)
+            self.learners[1].newest.clone()
 
 
 def wall_and_cpu(part: Callable[[], Any], seconds: float) -> tuple[float, float]:
