@@ -14,7 +14,7 @@ starts, sticky actions: Machado et al. 2018) comes from a generator keyed by the
 A lost life never ends an episode: reports are about whole games, and a game can be replayed from its seed and actions.
 A snapshot (`htsrl.envs.spec.Restorable`) is the emulator's own, and the state of generator and stack. The emulator's
 lacks where missiles and ball are drawn until the game places them again, and a part of Pitfall II's cartridge. Where
-that matters (it does there, and hardly ever elsewhere) the run notices, and replays the episode.
+that matters (in Pitfall II, now and then in Miniature Golf) the run notices, and replays the episode.
 
 With ``terminal_on_life_loss`` ``info['life_lost']`` says that a step cost one, and the executor marks the step as a
 termination for the learner without resetting.
