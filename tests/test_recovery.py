@@ -152,7 +152,7 @@ def test_an_environment_that_does_not_repeat_itself_is_noticed(tmp_path, capsys)
         def strike():
             while run.control.posted.sum() < rows(0.5):
                 time.sleep(0.001)
-            executor.kill()
+            signal.pidfd_send_signal(executor.pidfd, signal.SIGKILL)  # without waiting: the supervisor closes it
 
         thread = threading.Thread(target=strike)
         thread.start()
