@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,11 +29,14 @@ RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """For the run alone, when they reach its whole process group."""
 ATTEMPTS = 5
 # A fork server that lives answers within milliseconds, once it has imported what it should.
-SERVER_TIMEOUT_S = 180.0
+IMPORT_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 10.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ONE_AT_A_TIME = threading.Lock()
 _STARTED: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_ANSWERED: set[int] = set()
+"""Fork servers that have started a process."""
 
 
 def launch(module: str) -> None:
@@ -65,17 +68,49 @@ def start(body: Callable[[Any], None], ports: Any, name: str) -> BaseProcess:
             time.sleep(0.1 * attempt)  # a server that dies is there for a moment longer
             try:
                 known, knows = mailbox()
-                with closing(known), closing(knows), _server_must_answer():
+                with closing(known), closing(knows), closing(_Parcel(ports)) as parcel, _server_must_answer():
                     _ensure_server()
-                    arguments = (known, body.__module__, body.__qualname__, ports, name)
+                    arguments = (known, body.__module__, body.__qualname__, parcel, name)
                     process = _CONTEXT.Process(target=_begin, args=arguments, name=name)
                     _STARTED.add(process)
                     process.start()
+                    _ANSWERED.add(_server())
                     knows.post(0)
                     return process
             except (EOFError, OSError) as error:  # end of file: the server could not fork, or was killed
                 reason = str(error) if isinstance(error, OSError) else "the system allows no further process"
     raise RunFailed(f"{name} can't be started: {reason} (see `ulimit -u` and `ulimit -n`)")
+
+
+class _Parcel:
+    """What a child is given, in a file in memory that it reads when it comes to that.
+
+    A pipe holds 64 KiB, and whoever writes more waits for the child, which may be stopped.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+        self._file = -1
+
+    def __reduce__(self) -> tuple:
+        # Here, where multiprocessing takes in descriptors that belong to a process about to start
+        packed = reduction.ForkingPickler.dumps(self._content)
+        self.close()  # that of an attempt before
+        self._file = os.memfd_create("htsrl-parcel")
+        with open(self._file, "wb", closefd=False) as file:
+            file.write(packed)
+        return _Parcel._arrived, (reduction.DupFd(self._file),)
+
+    @staticmethod
+    def _arrived(file: Any) -> Any:
+        with open(file.detach(), "rb") as packed:
+            packed.seek(0)
+            return reduction.ForkingPickler.loads(packed.read())
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def join(process: BaseProcess) -> None:
@@ -97,18 +132,21 @@ def _server_must_answer() -> Iterator[None]:
     """Kill a fork server that is stopped: whoever waits for its answer is told that it is gone."""
 
     def kill() -> None:
-        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        if server is not None:
-            with suppress(ProcessLookupError):
-                os.kill(server, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(_server(), signal.SIGKILL)
 
-    timer = threading.Timer(SERVER_TIMEOUT_S, kill)
+    timer = threading.Timer(ANSWER_TIMEOUT_S if _server() in _ANSWERED else IMPORT_TIMEOUT_S, kill)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _server() -> int:
+    """The fork server's process, and 0 if there is none."""
+    return forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
 
 
 def _kill_all() -> None:

@@ -29,7 +29,7 @@ def server():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_without_its_fork_server_a_run_goes_on(monkeypatch, server, number):
     def strike(run):
-        monkeypatch.setattr(processes, "SERVER_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 2.0)
         server.send_signal(number)
         with run.crew.changes:
             next(child for child in run.crew.children if child.role == "executor").kill()
@@ -59,7 +59,8 @@ def test_a_start_that_is_cut_short_is_repeated_and_nothing_runs_twice(tmp_path, 
                 time.sleep(0.001)
             struck.extend(server.children())
             if victim == "child":
-                struck[0].kill()  # before it has read what it is given, which is more than a pipe holds
+                struck[0].kill()  # before it has read what it is given
+                struck[0].wait()
             else:
                 forkserver.read_signed(status)  # the child is there, but will never be known
                 server.kill()
@@ -73,3 +74,34 @@ def test_a_start_that_is_cut_short_is_repeated_and_nothing_runs_twice(tmp_path, 
     psutil.wait_procs(struck, timeout=20)
     assert [path.name for path in tmp_path.iterdir()] == [str(process.pid)]
     assert struck[0].pid != process.pid
+
+
+@pytest.mark.parametrize("size", [1_000, 2_000_000])
+def test_a_child_that_is_stopped_at_once_holds_nobody_up(tmp_path, monkeypatch, server, size):
+    connect, stopped = forkserver.connect_to_new_process, []
+
+    def stop(descriptors):
+        ends = connect(descriptors)
+        while not server.children():
+            time.sleep(0.001)
+        stopped.extend(server.children())
+        stopped[0].suspend()  # before it has read what it is given
+        return ends
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", stop)
+    process = processes.start(leave_a_mark, (tmp_path, bytes(size)), "mark")  # or never comes back
+    assert stopped[0].pid == process.pid
+    assert not list(tmp_path.iterdir())
+    stopped[0].resume()
+    process.join()
+    assert [path.name for path in tmp_path.iterdir()] == [str(process.pid)]
+
+
+def test_a_fork_server_that_has_answered_before_is_not_waited_for_long(monkeypatch, server):
+    monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 0.5)
+    processes.start(time.sleep, 0, "first").join()
+    server.suspend()
+    process = processes.start(time.sleep, 0, "second")  # by a new one, which may take its time for imports
+    process.join()
+    assert process.exitcode == 0
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
