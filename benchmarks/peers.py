@@ -10,7 +10,8 @@ from __future__ import annotations
 import site
 import subprocess
 import venv
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from facts import ROOT
@@ -29,13 +30,33 @@ class Peer:
     requirements: tuple[str, ...]
     driver: str
     variants: tuple[str, ...]
-    """Ways to run it; the first is what it recommends, the others are for light environments."""
+    """Ways to run it."""
+    light_variants: tuple[str, ...] = ()
+    """More of them, for light environments."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """Workloads that it can't run, and why."""
 
 
 PEERS = {
-    "sb3": Peer(
-        "sb3", "stable_baselines3", ("stable-baselines3==2.9.2",), "peer_sb3.py", ("subprocesses", "one process")
-    ),
+    peer.name: peer
+    for peer in (
+        Peer(
+            "sb3",
+            "stable_baselines3",
+            ("stable-baselines3==2.9.2",),
+            "peer_sb3.py",
+            ("subprocesses",),
+            light_variants=("one process",),
+        ),
+        Peer(
+            "sample-factory",
+            "sample_factory",
+            ("sample-factory==2.1.1", "gymnasium==0.29.1", "numpy==1.26.4"),
+            "peer_sample_factory.py",
+            ("async", "sync"),
+            lacks={"mujoco": "the Gymnasium 0.29 that it needs has no HalfCheetah-v5"},
+        ),
+    )
 }
 
 
@@ -54,6 +75,12 @@ def python_of(peer: str, folder: Path | None = None) -> Path:
             + (f" and leave out --peer-python, or install {' '.join(PEERS[peer].requirements)} there" if folder else "")
         )
     return python
+
+
+def refuse_unfit(peer: str, workload: str) -> None:
+    """ConfigError where ``peer`` can't run ``workload``."""
+    if workload in PEERS[peer].lacks:
+        raise ConfigError(f"{peer} can't run {workload}: {PEERS[peer].lacks[workload]}; leave one of them out")
 
 
 def set_up(peer: str) -> None:

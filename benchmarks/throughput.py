@@ -35,7 +35,9 @@ from htsrl.config import AnyConfig
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.resolve import available_cores
 
-SCHEDULES = ("hts", "sync")
+SCHEDULES = ("hts", "sync", "async")
+ROLLOUT = "rollout"
+"""Beside the schedules: collecting alone, with a learner that learns nothing."""
 WARM_UP_INTERVALS = 2
 POLL_S = 0.02
 FIRST_INTERVAL_TIMEOUT_S = 300.0
@@ -56,7 +58,12 @@ class Contender:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="cartpole", metavar="W,W", help=", ".join(NAMES))
-    parser.add_argument("--schedules", default="hts,sync", metavar="S,S", help="of this system: hts, sync; or none")
+    parser.add_argument(
+        "--schedules",
+        default="hts,sync",
+        metavar="S,S",
+        help="of this system: hts, sync, async, rollout (no learning); or none",
+    )
     parser.add_argument("--peers", default="", metavar="P,P", help=f"other systems: {', '.join(peers.PEERS)}")
     parser.add_argument("--peer-python", type=Path, metavar="DIR", help="the peer's virtual environment")
     parser.add_argument("--setup-peers", metavar="P,P", help="install other systems for --peers, and exit")
@@ -78,14 +85,16 @@ def main() -> int:
     if given.plot and not installed("matplotlib"):
         raise ConfigError("--plot needs matplotlib: run `pip install 'htsrl[plot]'`")
     extra = dict(overrides(given.set))
-    schedules = [] if given.schedules == "none" else chosen(given.schedules, SCHEDULES, "schedule")
+    schedules = [] if given.schedules == "none" else chosen(given.schedules, (*SCHEDULES, ROLLOUT), "schedule")
     names = chosen(given.peers, tuple(peers.PEERS), "peer") if given.peers else []
     pythons = {name: peers.python_of(name, given.peer_python) for name in names}
     plan = []
     for name in given.workload.split(","):
         each = workload(name)
-        configs = {schedule: each.config(**extra, schedule=schedule) for schedule in schedules or ("hts",)}
-        config = next(iter(configs.values()))
+        for peer in names:
+            peers.refuse_unfit(peer, name)
+        configs = [each.config(**extra, schedule=s) for s in SCHEDULES if s in schedules] or [each.config(**extra)]
+        config = configs[0]
         envs.describe(config.env, config.environment)  # refused before anything is measured
         plan.append((each, config, [*ours(each, schedules, extra), *others(each, pythons)]))
         if not plan[-1][2]:
@@ -134,6 +143,9 @@ def ours(each: Workload, schedules: list[str], extra: Mapping[str, Any]) -> list
         settings = {**each.settings, **extra, "schedule": schedule}
         train = ["train", "--algo", each.algo, "--env", each.env, "--total-steps", str(10**12), *flags(settings)]
         quiet = ["--no-tensorboard", "--progress", "none"]
+        if schedule == ROLLOUT:
+            script, given = Path(__file__).with_name("rollout.py"), json.dumps(extra)
+            return lambda folder: [sys.executable, str(script), each.name, str(folder / "run"), given]
         return lambda folder: [sys.executable, "-m", "htsrl", *train, *quiet, "--run-dir", str(folder / "run")]
 
     return [Contender(schedule, command(schedule), "run/metrics.jsonl") for schedule in schedules]
@@ -149,7 +161,7 @@ def others(each: Workload, pythons: Mapping[str, Path]) -> list[Contender]:
     return [
         Contender(f"{peer} ({variant})", command(peer, variant), "progress.jsonl")
         for peer in pythons
-        for variant in peers.PEERS[peer].variants[: None if light else 1]
+        for variant in (*peers.PEERS[peer].variants, *(peers.PEERS[peer].light_variants if light else ()))
     ]
 
 
@@ -177,8 +189,9 @@ def measured(
             print(f"  round {turn + 1} {contender.name}: {steps} steps/s{noise}", flush=True)
     medians = {name: {key: median([each[key] for each in runs]) for key in runs[0]} for name, runs in figures.items()}
     limit = limit_of(each, config, costs)
-    for each_median in medians.values():
-        each_median["of_limit"] = each_median["steps_per_second"] / limit["steps_per_second"]
+    for name, each_median in medians.items():
+        ceiling = limit["rollout_steps_per_second" if name == ROLLOUT else "steps_per_second"]
+        each_median["of_limit"] = each_median["steps_per_second"] / ceiling
     first = next(iter(medians.values()))["steps_per_second"]
     return {
         "settings": {"env": each.env, "algo": each.algo, **each.settings},
@@ -314,12 +327,14 @@ def limit_of(each: Workload, config: AnyConfig, costs: list[Costs]) -> dict[str,
     parts = {key: median([asdict(cost)[key] for cost in costs]) for key in asdict(costs[0])}
     by_cores = cpu_limit(Costs(**parts), cores)
     limit: dict[str, Any] = {"cpu_seconds_per_1000_steps": {key: 1000 * value for key, value in parts.items()}}
+    limit["rollout_steps_per_second"] = cpu_limit(Costs(**parts | {"learning": 0.0}), cores)
     limit["cores"] = cores
     if each.sleep is None:
         return {"kind": "cores", "steps_per_second": by_cores, **limit}
     model: BarrierModel = barrier_model(
         each.sleep.mean_s, each.sleep.shape, config.runtime.num_envs, config.runtime.sync_interval
     )
+    limit["rollout_steps_per_second"] = model.barrier
     return {
         "kind": "barrier model",
         "steps_per_second": model.barrier,
@@ -395,7 +410,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(workloads), 1, squeeze=False, height_ratios=heights)
     for panel, (name, each) in zip(panels[:, 0], workloads.items()):
         labels = list(each["medians"])[::-1]
-        colours = [{"hts": "tab:blue", "sync": "#9ecae1"}.get(label, "0.75") for label in labels]
+        colours = [{"hts": "tab:blue", "sync": "#9ecae1", "async": "#9ecae1"}.get(label, "0.75") for label in labels]
         panel.barh(labels, [each["medians"][label]["steps_per_second"] for label in labels], color=colours)
         for label in labels:
             speeds = [run["steps_per_second"] for run in each["rounds"][label]]

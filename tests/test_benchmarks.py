@@ -130,6 +130,7 @@ def test_a_soak_s_verdict(benchmarks):
         ("throughput.py", ["--schedules", "hts,fast"], "fast is not a schedule"),
         ("throughput.py", ["--peers", "rival"], "rival is not a peer"),
         ("throughput.py", ["--peers", "sb3", "--peer-python", "nowhere"], "--setup-peers sb3"),
+        ("throughput.py", ["--peers", "sample-factory", "--peer-python", "nowhere"], "--setup-peers sample-factory"),
         ("throughput.py", ["--set", "epochs=0"], "epochs must be"),
         ("throughput.py", ["--rounds", "0"], "--rounds"),
         ("learning.py", ["--task", "chess"], "chess is not a task"),
@@ -139,6 +140,8 @@ def test_a_soak_s_verdict(benchmarks):
         ("faults.py", ["--workloads", "chess"], "chess is not a workload"),
         ("faults.py", ["--minutes", "0"], "--minutes"),
         ("contract_cost.py", ["--spread", "17"], "between 1 and 16"),
+        ("sweeps.py", ["--sweep", "seeds"], "seeds is not a sweep"),
+        ("sweeps.py", ["--rounds", "0"], "--rounds"),
         ("soak.py", ["--minutes", "0"], "--minutes"),
         ("soak.py", ["--minutes", "1", "--warm-up", "60"], "--warm-up"),
         ("soak.py", ["--set", "epochs=0"], "epochs must be"),
@@ -162,7 +165,7 @@ def test_refusals_are_one_sentence(benchmarks, monkeypatch, capsys, script, argu
 
 def test_a_short_throughput_run_leaves_a_complete_record(tmp_path):
     path, picture = tmp_path / "speed.json", tmp_path / "speed.png"
-    arguments = ["--workload", "cartpole", "--schedules", "hts", "--seconds", 2, "--rounds", 1]
+    arguments = ["--workload", "cartpole", "--schedules", "hts,rollout,async", "--seconds", 1, "--rounds", 1]
     done = run("throughput.py", *arguments, "--json", path, "--plot", picture, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
@@ -170,7 +173,7 @@ def test_a_short_throughput_run_leaves_a_complete_record(tmp_path):
     cartpole = record["workloads"]["cartpole"]
     figures = cartpole["medians"]["hts"]
     assert all(math.isfinite(value) for value in figures.values()), figures
-    assert figures["seconds"] >= 2
+    assert figures["seconds"] >= 1
     assert figures["steps_per_second"] == pytest.approx(figures["steps"] / figures["seconds"])
     assert figures["processes"] >= 4  # run, fork server, executor, actor
     assert 0 < figures["pss_mib"] < figures["peak_rss_mib"]
@@ -180,8 +183,53 @@ def test_a_short_throughput_run_leaves_a_complete_record(tmp_path):
     assert parts.keys() == {"environment", "inference", "learning"}
     limit = 1000 * cartpole["limit"]["cores"] / sum(parts.values())
     assert cartpole["limit"]["steps_per_second"] == pytest.approx(limit)
+    assert cartpole["medians"].keys() == {"hts", "rollout", "async"}
+    alone = 1000 * cartpole["limit"]["cores"] / (parts["environment"] + parts["inference"])
+    assert cartpole["medians"]["rollout"]["of_limit"] * alone == pytest.approx(
+        cartpole["medians"]["rollout"]["steps_per_second"]
+    )
     assert picture.stat().st_size > 1000
     assert "of limit" in done.stdout
+
+
+def test_a_peer_is_not_asked_for_what_it_cannot_do(benchmarks):
+    from peers import PEERS, refuse_unfit
+    from workloads import FIXED
+
+    with pytest.raises(ConfigError, match="sample-factory can't run mujoco"):
+        refuse_unfit("sample-factory", "mujoco")
+    for name in FIXED:
+        refuse_unfit("sb3", name)
+    for peer in PEERS.values():
+        assert peer.lacks.keys() <= FIXED.keys()
+
+
+def test_sweeps_vary_one_setting(benchmarks, monkeypatch, tmp_path):
+    import sweeps
+
+    measured = []
+
+    def measure(contender, seconds):
+        arguments = contender.command(tmp_path)
+        measured.append({flag: arguments[arguments.index(flag) + 1] for flag in ("--num-envs", "--sync-interval")})
+        return {"steps_per_second": 1.0, "cpu_seconds_per_1000_steps": 1.0, "pss_mib": 1.0, "barrier_share": 0.5}
+
+    monkeypatch.setattr(sweeps, "measure", measure)
+    monkeypatch.setattr(sweeps, "ACTORS", (1, 4))
+    monkeypatch.setattr(sweeps, "ACTOR_STEPS", 3 * 16 * 128)
+    monkeypatch.setattr(
+        sys, "argv", ["sweeps.py", "--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
+    )
+    assert sweeps.main() == 0
+    record = json.loads((tmp_path / "s.json").read_text())["sweeps"]
+    intervals = [int(each["--sync-interval"]) for each in measured[: len(sweeps.INTERVALS)]]
+    assert intervals == [point["interval"] for point in record["interval"]["cartpole"]] == list(sweeps.INTERVALS)
+    assert [int(each["--num-envs"]) for each in measured[12:20]] == [*sweeps.REPLICAS] * 2
+    one, four = record["actors"]["cartpole"]
+    assert one["parameters"] == four["parameters"]
+    assert len(one["parameters"]) == 64
+    assert record["variance"]["sleep-2-K-16"][0]["speed_up"] == 1.0
+    assert (tmp_path / "s.png").stat().st_size > 1000
 
 
 def test_learning_keeps_each_run_and_does_none_twice(tmp_path, monkeypatch):
