@@ -3,6 +3,7 @@
 
     python benchmarks/learning.py                                      # every task
     python benchmarks/learning.py --task cartpole-ppo --seeds 0 --schedules hts
+    python benchmarks/learning.py --task cartpole-fast-learner cartpole-slow-learner --schedules hts,sync,async
 
 Each run is ``htsrl train`` and then ``htsrl eval``. A finished run is written into ``learning-TASK.json`` at once and
 not done again, so the script may be interrupted and started anew. Exit status: 0 all thresholds reached, 1 not.
@@ -45,14 +46,18 @@ class Task:
     steps: int
     measure: str
     """'return' or 'score'."""
-    threshold: float
-    """What the final evaluation's mean must reach."""
+    threshold: float | None
+    """What the final evaluation's mean must reach; None where schedules are compared, whatever comes out."""
     milestones: tuple[float, ...]
     """Levels of the running mean over training episodes whose first crossing is compared between schedules."""
     stochastic: bool
     """Whether evaluation samples actions: where the paper or the family's custom does."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What differs from the preset."""
+    async_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What differs under schedule async, beside that."""
+    pause_ms: float = 0.0
+    """Of the learner after every update, see slow_learner.py."""
 
 
 TASKS = {
@@ -64,6 +69,22 @@ TASKS = {
     ),
     "pendulum-ppo": Task("Pendulum-v1", "ppo", 300_000, "return", -250.0, (-1000.0, -500.0, -250.0), False),
     "halfcheetah-ppo": Task("HalfCheetah-v5", "ppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
+    # The paper's central claim: what stale policies cost, and that it grows with the time that learning takes. Systems
+    # without a barrier let trajectories wait; here sixteen for each replica.
+    "cartpole-fast-learner": Task(
+        "CartPole-v1", "a2c", 400_000, "return", None, (195.0, 475.0), False, async_settings={"async_slots": 16}
+    ),
+    "cartpole-slow-learner": Task(
+        "CartPole-v1",
+        "a2c",
+        400_000,
+        "return",
+        None,
+        (195.0, 475.0),
+        False,
+        async_settings={"async_slots": 16},
+        pause_ms=10.0,
+    ),
     "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True, {"precision": "bf16"}),
 }
 
@@ -132,6 +153,7 @@ def opened(path: Path, name: str, steps: int, episodes: int) -> dict[str, Any]:
         "measure": task.measure,
         "threshold": task.threshold,
         "milestones": list(task.milestones),
+        "pause_ms": task.pause_ms,
         "evaluation": {"episodes": episodes, "stochastic": task.stochastic},
         "curve_columns": list(CURVE_COLUMNS),
         "curve": f"mean of the last {RECENT} training episodes, sampled actions",
@@ -151,11 +173,11 @@ def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, A
     run_dir = unused(runs / f"{name}-{schedule}-{seed}")
     train = ["train", "--algo", task.algo, "--env", task.env, "--total-steps", str(record["steps"])]
     train += ["--seed", str(seed), "--schedule", schedule, "--run-dir", str(run_dir), "--no-tensorboard"]
-    train += flags(task.settings)
+    train += flags({**task.settings, **(task.async_settings if schedule == "async" else {})})
     evaluate = ["eval", str(run_dir), "--episodes", str(record["evaluation"]["episodes"]), "--json"]
     evaluate += ["--stochastic"] if task.stochastic else []
     where = circumstances()
-    htsrl(train)
+    htsrl(train, pause_ms=task.pause_ms)
     evaluation = json.loads(htsrl(evaluate, capture=True))
     result = json.loads((run_dir / "result.json").read_text())
     curve = curve_of(run_dir)
@@ -167,28 +189,35 @@ def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, A
         "seed": seed,
         "schedule": schedule,
         "value": value,
-        "passed": value is not None and value >= task.threshold,
+        "passed": task.threshold is None or (value is not None and value >= task.threshold),
         "steps_to_reach": reached,
         "curve_mean": curve_mean(curve, task.measure),
         "evaluation": evaluation,
         "result": {key: result[key] for key in result if key not in ("checkpoint", "evaluation")},
-        "commands": [" ".join(["htsrl", *words]) for words in (train, evaluate)],
+        "commands": [
+            " ".join([*program(pause_ms), *words]) for pause_ms, words in ((task.pause_ms, train), (0, evaluate))
+        ],
         **where,
         "config": config,
         "curve": [row[: len(CURVE_COLUMNS)] for row in thinned(curve)],
     }
 
 
-def htsrl(arguments: list[str], capture: bool = False) -> str:
-    """Run the command line; returns what it printed, if captured.
+def program(pause_ms: float) -> list[str]:
+    """The words in front of a command's own."""
+    return ["python", "benchmarks/slow_learner.py", f"{pause_ms:g}"] if pause_ms else ["htsrl"]
+
+
+def htsrl(arguments: list[str], capture: bool = False, pause_ms: float = 0.0) -> str:
+    """Run the command line, with a learner that pauses so long; returns what it printed, if captured.
 
     Raises:
         RunFailed: it ended with an error, which it has printed itself.
     """
-    print(f"\n$ htsrl {' '.join(arguments)}", flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "htsrl", *arguments], stdout=subprocess.PIPE if capture else None, text=True
-    )
+    print(f"\n$ {' '.join([*program(pause_ms), *arguments])}", flush=True)
+    module = [str(Path(__file__).with_name("slow_learner.py")), str(pause_ms)] if pause_ms else ["-m", "htsrl"]
+    command = [sys.executable, *module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True)
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
@@ -272,7 +301,7 @@ def mean(values: list[float | None]) -> float | None:
 
 def summary(record: dict[str, Any]) -> str:
     """The task's runs as a table, and the schedules compared."""
-    measure, levels = record["measure"], [f"{level:g}" for level in record["milestones"]]
+    measure, levels, aim = record["measure"], [f"{level:g}" for level in record["milestones"]], record["threshold"]
     head = ["run", "seed", measure, "at least", "", "curve mean", *(f"steps to {level}" for level in levels), "steps/s"]
     rows = [head]
     for run in record["runs"]:
@@ -282,8 +311,7 @@ def summary(record: dict[str, Any]) -> str:
                 f"{record['task']} {run['schedule']}",
                 str(run["seed"]),
                 number(run["value"]),
-                f"{record['threshold']:g}",
-                "pass" if run["passed"] else "miss",
+                *(("-", "") if aim is None else (f"{aim:g}", "pass" if run["passed"] else "miss")),
                 number(run["curve_mean"]),
                 *(steps.partition(".")[0] for steps in reached),
                 number(run["result"]["steps_per_second"]),
@@ -339,7 +367,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
             )
             named.add(schedule)
             panel.plot([run["result"][unit]], [run["value"]], "o", color=colour, markersize=5)
-        panel.axhline(record["threshold"], color="0.5", linewidth=0.8, linestyle="--")
+        if record["threshold"] is not None:
+            panel.axhline(record["threshold"], color="0.5", linewidth=0.8, linestyle="--")
         panel.set_xlabel(f"environment {unit}" if unit == "steps" else unit)
         panel.set_xlim(left=0)
         panel.grid(alpha=0.3)
@@ -348,7 +377,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
     panels[0].set_ylabel(f"{measure}, mean of the last {RECENT} episodes")
     panels[0].legend(frameon=False)
     count = record["evaluation"]["episodes"]
-    figure.suptitle(f"{record['algo']} on {record['env']} (dots: {count} evaluation episodes at the end)", fontsize=11)
+    pause = f", a learner that pauses {pause_ms:g} ms" if (pause_ms := record.get("pause_ms")) else ""
+    title = f"{record['algo']} on {record['env']}{pause} (dots: {count} evaluation episodes at the end)"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 
