@@ -19,8 +19,9 @@ setup:
 train: setup
 	.venv/bin/htsrl train --algo ppo --env gfootball $(ARGS)
 
+# Many tests wait for processes: two side by side. A file's tests stay together, they share what is costly to set up.
 test: setup
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n auto --maxprocesses 2 --dist loadfile $(ARGS)
 
 # mypy does not know that the folders actors/, learner/ and storage/ are packages of htsrl: it reads a tree of links.
 lint: setup
@@ -31,3 +32,4 @@ lint: setup
 	MYPYPATH=build/typecheck .venv/bin/mypy -p htsrl \
 		| sed -E 's#^build/typecheck/##; s#^htsrl/(actors|learner|storage)/#\1/#'
 	.venv/bin/mypy scripts
+	MYPYPATH=build/typecheck:benchmarks .venv/bin/mypy benchmarks/*.py

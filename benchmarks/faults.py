@@ -199,7 +199,7 @@ def command_of(workload: Workload, run_dir: Path, seed: int) -> list[str]:
     """What trains ``workload``, with checkpoints in most intervals."""
     config = workload.config()
     rows = config.runtime.num_envs * config.runtime.sync_interval
-    settings = workload.settings | LAYOUT | {"checkpoint_every": 2 * rows, "step_timeout": STEP_TIMEOUT_S}
+    settings = {**workload.settings, **LAYOUT, "checkpoint_every": 2 * rows, "step_timeout": STEP_TIMEOUT_S}
     settings |= {"start_timeout": START_TIMEOUT_S, "seed": seed, "max_restarts": 100_000, "run_dir": run_dir}
     switches = ["--record-digests", "--no-tensorboard"]
     return ["train", "--env", workload.env, "--algo", workload.algo, *flags(settings), *switches]

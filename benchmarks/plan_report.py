@@ -171,6 +171,7 @@ def plot(plans: list[dict[str, Any]], path: Path) -> None:
     panels[0, 0].set_ylabel("steps/s, share of the limit")
     panels[1, 0].invert_yaxis()
     for row, place in zip(panels, ("outside upper center", "outside lower center")):
-        figure.legend(*row[0].get_legend_handles_labels(), loc=place, ncols=4, fontsize=8)
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc=place, ncols=4, fontsize=8)  # type: ignore[call-overload]
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

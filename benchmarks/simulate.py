@@ -285,6 +285,7 @@ def setup_of(config: AnyConfig) -> tuple[Setup, int]:
     spec = envs.describe(config.env, config.environment)
     runtime = resolve(config, spec).runtime
     layout = layout_for(config, spec)
+    assert runtime.schedule != "async"
     return Setup(
         replicas=layout.num_envs,
         alpha=runtime.sync_interval,

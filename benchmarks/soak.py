@@ -84,7 +84,7 @@ def main() -> int:
     warm_up = seconds / 3 if given.warm_up is None else given.warm_up
     if seconds <= 0 or not 0 <= warm_up < seconds:
         raise ConfigError("--minutes must be greater than 0, and --warm-up shorter than that")
-    settings = {**SETTINGS, **dict(overrides(given.set))}
+    settings: dict[str, Any] = {**SETTINGS, **dict(overrides(given.set))}
     configure(ENV, **settings)  # refused before anything is started
 
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -162,7 +162,8 @@ def wait_for_first_interval(process: subprocess.Popen, run_dir: Path) -> float:
     deadline = time.monotonic() + FIRST_SAMPLE_TIMEOUT_S
     while not last_steps(run_dir):
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RunFailed(f"the run did not start: {process.stderr.read() if process.poll() is not None else 'slow'}")
+            said = process.stderr.read() if process.poll() is not None and process.stderr is not None else "slow"
+            raise RunFailed(f"the run did not start: {said}")
         time.sleep(0.05)
     return time.monotonic()
 

@@ -117,7 +117,7 @@ def over_actors(seconds: float, rounds: int) -> dict[str, list[Point]]:
 
 def over_replicas(seconds: float, rounds: int) -> dict[str, list[Point]]:
     """Steps per second, CPU time per step and memory by the number of replicas."""
-    lines = {}
+    lines: dict[str, list[Point]] = {}
     for name in ("cartpole", f"sleep-{SLEEP_MS:g}-1-16"):
         lines[name] = []
         for N in REPLICAS:
