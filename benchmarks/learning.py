@@ -58,14 +58,31 @@ class Task:
     """What differs under schedule async, beside that."""
     pause_ms: float = 0.0
     """Of the learner after every update, see slow_learner.py."""
+    schedules: tuple[str, ...] = SCHEDULES
+    """Those that its settings are for."""
 
 
+IMPORTANCE = {"delay": "importance"}
 TASKS = {
     "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-impala": Task("CartPole-v1", "impala", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "football-empty-goal": Task(
         "gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True
+    ),
+    "cartpole-ppo-importance": Task(
+        "CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False, IMPORTANCE, schedules=("hts",)
+    ),
+    "football-empty-goal-importance": Task(
+        "gfootball:academy_empty_goal_close",
+        "ppo",
+        200_000,
+        "score",
+        0.9,
+        (0.4, 0.8, 0.9),
+        True,
+        IMPORTANCE,
+        schedules=("hts",),
     ),
     "pendulum-ppo": Task("Pendulum-v1", "ppo", 300_000, "return", -250.0, (-1000.0, -500.0, -250.0), False),
     "halfcheetah-ppo": Task("HalfCheetah-v5", "ppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
@@ -91,7 +108,7 @@ TASKS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", nargs="+", default=list(TASKS), metavar="NAME", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--task", nargs="+", metavar="NAME", help=f"of {', '.join(TASKS)} (default: all)")
     parser.add_argument("--seeds", default="0,1,2", metavar="S,S", help="seeds (default: 0,1,2)")
     parser.add_argument(
         "--schedules", default="hts,sync", metavar="S,S", help="of hts, sync, async (default: hts,sync)"
@@ -104,8 +121,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also do runs that the result file already holds")
     given = parser.parse_args()
 
-    names = chosen(",".join(given.task), tuple(TASKS), "task")
     schedules = chosen(given.schedules, SCHEDULES, "schedule")
+    fitting = [name for name, task in TASKS.items() if set(schedules) & set(task.schedules)]
+    names = chosen(",".join(given.task), tuple(TASKS), "task") if given.task else fitting
     try:
         seeds = sorted({int(seed) for seed in given.seeds.split(",")})
     except ValueError:
@@ -114,6 +132,8 @@ def main() -> int:
         if value is not None and value < 1:
             raise ConfigError(f"{option} must not be less than {0 if option == '--seeds' else 1}")
     for name in names:
+        if name not in fitting:
+            raise ConfigError(f"{name} is a task for schedule {', '.join(TASKS[name].schedules)} alone")
         env = TASKS[name].env
         envs.describe(env, FAMILIES[envs.family_of(env)]())  # refused before the first run, not after hours
 
@@ -123,7 +143,7 @@ def main() -> int:
         record = opened(path, name, given.steps or TASKS[name].steps, given.episodes)
         for seed in seeds:
             # Schedules alternate, so that a machine that drifts treats them alike
-            for schedule in schedules:
+            for schedule in (each for each in schedules if each in TASKS[name].schedules):
                 done = [run for run in record["runs"] if (run["seed"], run["schedule"]) == (seed, schedule)]
                 if done and not given.again:
                     continue

@@ -249,6 +249,9 @@ class RuntimeOptions(Section):
     """T: steps of each replica between two barriers (the paper's alpha)."""
     schedule: Literal["hts", "sync", "async"] = "hts"
     """'hts' learns while the next interval is collected; 'sync' is the A2C/PPO baseline, 'async' IMPALA's."""
+    delay: Literal["gradient", "importance"] = "gradient"
+    """Of hts: 'gradient' takes the update at the parameters that acted and adds it to the newest ones; 'importance'
+    starts it at the newest, and the ratio to the old probabilities makes up for the lag."""
     async_slots: PositiveInt = 2
     """Of schedule async: unrolls per replica that are collected or wait for the learner; bounds the policy lag."""
     num_executors: PositiveInt | Literal["auto"] = "auto"
@@ -284,6 +287,11 @@ class RuntimeOptions(Section):
             raise refused(f"`num_actors` must be at most `num_envs` ({self.num_envs}), got {self.num_actors}")
         if self.schedule != "async" and self.async_slots != 2:
             raise refused(f"`async_slots` is for `schedule` async, and this run's is {self.schedule}")
+        if self.schedule != "hts" and self.delay != "gradient":
+            raise refused(
+                f"`delay` is for `schedule` hts: with {self.schedule} there is one start for an update, the newest "
+                "parameters"
+            )
         if self.schedule == "sync" and self.num_actors != 1:
             raise refused(f"`schedule` sync needs `num_actors` 1, got {self.num_actors}")
         if self.envs_per_group != "auto":

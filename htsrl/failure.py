@@ -10,7 +10,8 @@
   ``n`` (under schedule 'async', column ``n`` of the batch). Those of ``weight`` 0 only fill up.
 - ``parameters/*``, ``algorithm/*``, ``gradient/*``: parameters and optimizer before the step, and the gradient before
   clipping. They are left out where steps were made before anybody looked: ``stepped`` in ``update.json``.
-- ``behaviour/*``: the parameters at which the update began, which collected the rows (but under 'async').
+- ``behaviour/*``: the parameters at which the update began, which collected the rows (but under schedule 'async' and
+  with delay 'importance').
 - ``records`` [steps, terms]: loss terms and gradient norms of every step of the update up to this one.
 """
 

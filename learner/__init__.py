@@ -18,7 +18,11 @@ __all__ = ["A2C", "IMPALA", "PPO", "Algorithm", "Rollout", "make_algorithm"]
 
 
 class Algorithm(Protocol):
-    """An off-the-shelf update. It starts at the parameters that collected the rollout and knows nothing of delays."""
+    """An off-the-shelf update, which knows nothing of delays.
+
+    It starts at the parameters that collected the rollout. Only under schedule 'async' and with delay 'importance' it
+    starts elsewhere, and must know what to do with a probability ratio that isn't 1.
+    """
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """Change the parameters' vector in place; returns metrics."""
@@ -34,7 +38,7 @@ def make_algorithm(config: AnyConfig, model: ActorCritic, parameters: FlatParame
     """The algorithm of ``config``, which will update ``parameters`` of ``model``, on whatever device they are."""
     options = config.algorithm
     if isinstance(options, A2COptions):
-        return A2C(options, model, parameters)
+        return A2C(options, model, parameters, importance=config.runtime.delay == "importance")
     if isinstance(options, IMPALAOptions):
         return IMPALA(options, model, parameters)
     if isinstance(options, PPOOptions):

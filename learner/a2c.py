@@ -20,10 +20,16 @@ TERMS = ("total", "policy", "value", "entropy")
 
 
 class A2C:
-    """The optimizer's state, and the update that moves ``parameters`` one step from those that collected a rollout."""
+    """The optimizer's state, and the update that moves ``parameters`` one step from those that collected a rollout.
 
-    def __init__(self, options: A2COptions, model: ActorCritic, parameters: FlatParameters) -> None:
+    With ``importance``, from others: the policy gradient is then weighted by the probability ratio between the two.
+    """
+
+    def __init__(
+        self, options: A2COptions, model: ActorCritic, parameters: FlatParameters, importance: bool = False
+    ) -> None:
         self.options = options
+        self.importance = importance
         self.model = model
         self.parameters = parameters
         vector, rate, eps = parameters.vector, options.learning_rate, options.optimizer_eps
@@ -72,7 +78,11 @@ class A2C:
         """Policy gradient loss + c_v value loss - c_e entropy, and TERMS."""
         options = self.options
         log_prob, entropy = self.model.head.log_prob_entropy(params, rows.action)
-        policy = losses.policy_gradient(log_prob, rows.advantage, rows.weight)
+        if self.importance:
+            ratio = losses.log_ratio(log_prob, rows.log_prob).exp()
+            policy = losses.importance_weighted(ratio, rows.advantage, rows.weight)
+        else:
+            policy = losses.policy_gradient(log_prob, rows.advantage, rows.weight)
         error = losses.value_loss(value, rows.value_target, rows.value, rows.weight)
         mean_entropy = losses.weighted_mean(entropy, rows.weight)
         total = policy + options.value_coef * error - options.entropy_coef * mean_entropy

@@ -1,4 +1,8 @@
-"""The one-step-delayed update (Liu, Yeh and Schwing 2020), in the form that takes any off-the-shelf algorithm."""
+"""The one-step-delayed update (Liu, Yeh and Schwing 2020), in the form that takes any off-the-shelf algorithm.
+
+And the other way to learn from data that is one update old: start at the newest parameters, as the code published with
+the paper does.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +29,20 @@ def delayed_update(
     vector.copy_(behaviour)
     update()
     return newest + (vector - behaviour)
+
+
+def update_at_newest(newest: torch.Tensor, vector: torch.Tensor, update: Callable[[], None]) -> torch.Tensor:
+    """Return θ_{j+1} = U(θ_j; D): the update starts at the newest parameters.
+
+    Where these collected D, as under 'sync', that is all there is to say. With D_{j-1} the probability ratio starts at
+    π_{θ_j} / π_{θ_{j-1}}, and makes up for the lag as far as U has such a ratio.
+
+    Args:
+        newest: [P] float32, θ_j.
+        vector: [P] float32, the model's parameters, which ``update`` changes in place.
+        update: U.
+    """
+    assert newest.shape == vector.shape
+    vector.copy_(newest)
+    update()
+    return vector.clone()

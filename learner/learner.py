@@ -13,7 +13,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import NonFinite
 from htsrl.learner import make_algorithm
 from htsrl.learner.allocator import keep_freed_memory
-from htsrl.learner.delayed import delayed_update
+from htsrl.learner.delayed import delayed_update, update_at_newest
 from htsrl.learner.rollout import Rollout
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
@@ -26,7 +26,8 @@ class Learner:
 
     ``version`` counts published parameters: θ_version is the newest. Under 'hts', interval j runs with θ_j while the
     learner makes θ_{j+1} from D_{j-1}, which θ_{j-1} collected: a lag of 1. Under 'sync' the lag is 0. Under 'async' it
-    differs from row to row, is measured, and the update starts at the newest parameters.
+    differs from row to row, is measured, and the update starts at the newest parameters; so it does under 'hts' with
+    delay 'importance'.
     """
 
     def __init__(self, config: AnyConfig, spec: EnvSpec, device: torch.device) -> None:
@@ -36,6 +37,7 @@ class Learner:
         self.num_envs = config.runtime.num_envs
         self.lag = 1 if config.runtime.schedule == "hts" else 0
         self.lag_varies = config.runtime.schedule == "async"
+        self.starts_behind = self.lag == 1 and config.runtime.delay == "gradient"
         self.model = build_model(spec, config.network, config.seed).to(device)
         threads = config.runtime.learner_threads
         shards = threads if device.type == "cpu" and threads != "auto" else 1
@@ -69,21 +71,21 @@ class Learner:
         """
         policy_lag = self._policy_lag(storage)
         metrics: dict[str, float] = {}
-        start = self.behaviour if self.lag else self.newest
+        start = self.behaviour if self.starts_behind else self.newest
+
+        self.parameters.vector.copy_(self.behaviour)
+        rollout = self._rollout(storage)
 
         def update() -> None:
-            rollout = self._rollout(storage)
             rng = generator(self.seed, Stream.MINIBATCH, self.version - self.lag)
             metrics.update(self.algorithm.update(rollout, progress, rng))
 
         try:
-            if self.lag:
-                after = delayed_update(self.newest, start, self.parameters.vector, update)
-                self.behaviour, self.newest = self.newest, after
+            if self.starts_behind:
+                after = delayed_update(self.newest, self.behaviour, self.parameters.vector, update)
             else:
-                self.parameters.vector.copy_(start)
-                update()
-                self.behaviour = self.newest = self.parameters.vector.clone()
+                after = update_at_newest(self.newest, self.parameters.vector, update)
+            self.behaviour, self.newest = (self.newest if self.lag else after), after
         except NonFinite as failure:
             failure.numbers |= {"interval": self.version - self.lag, "progress": progress}
             failure.tensors |= self._evidence(failure, start)

@@ -27,6 +27,13 @@ def policy_gradient(log_prob: torch.Tensor, advantage: torch.Tensor, weight: tor
     return (log_prob * (-advantage * weight)).sum()
 
 
+def importance_weighted(ratio: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """-mean of r A. Its negative gradient is the mean of r A ∇log π: the policy gradient from another policy's rows."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, ratio, advantage, weight)
+    return (ratio * (-advantage * weight)).sum()
+
+
 def log_ratio(log_prob: torch.Tensor, behaviour_log_prob: torch.Tensor) -> torch.Tensor:
     """log of π(a|s) / π_behaviour(a|s) [M], kept where exp is finite."""
     sizes: dict[str, int] = {}

@@ -136,6 +136,7 @@ def test_a_soak_s_verdict(benchmarks):
         ("learning.py", ["--task", "chess"], "chess is not a task"),
         ("learning.py", ["--schedules", "fast"], "fast is not a schedule"),
         ("learning.py", ["--seeds", "a"], "--seeds"),
+        ("learning.py", ["--task", "cartpole-ppo-importance", "--schedules", "sync"], "a task for schedule hts alone"),
         ("contract_cost.py", ["--rows", "0"], "--rows"),
         ("faults.py", ["--workloads", "chess"], "chess is not a workload"),
         ("faults.py", ["--minutes", "0"], "--minutes"),

@@ -79,6 +79,9 @@ def test_settings_have_one_home_each() -> None:
         ({"activation": "gelu"}, "activation must be one of tanh, relu, got gelu"),
         ({"schedule": "fast"}, "schedule must be one of hts, sync, async, got fast"),
         ({"async_slots": 3}, "async_slots is for schedule async, and this run's is hts"),
+        ({"schedule": "sync", "delay": "importance"}, "delay is for schedule hts: with sync there is one start"),
+        ({"schedule": "async", "delay": "importance"}, "delay is for schedule hts: with async there is one start"),
+        ({"delay": "none"}, "delay must be one of gradient, importance, got none"),
         ({"schedule": "async", "async_slots": 0}, "async_slots must be at least 1, got 0"),
         (
             {"schedule": "async", "record_digests": True},
