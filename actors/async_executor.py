@@ -23,7 +23,7 @@ def run_async_executor(ports: ExecutorPorts) -> None:
             replica.start(log, ports.lines)
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control, slots = ports.arena.views("control"), slots_of(ports.arena.views("unrolls"))
-        to_env = action_converter(ports.spec.action)
+        to_env = action_converter(ports.spec.action, ports.squash_actions)
         pause = random_pauses(ports.delay_ms)
         actor_of = ports.layout.actor_of.tolist()
         T = ports.sync_interval

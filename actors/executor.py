@@ -6,6 +6,7 @@ gathers and the learner learns; a message only says which group has a new row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def run_executor(ports: ExecutorPorts) -> None:
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
-        to_env = action_converter(ports.spec.action)
+        to_env = action_converter(ports.spec.action, ports.squash_actions)
         pause = random_pauses(ports.delay_ms)
         actor_of = ports.layout.actor_of.tolist()
         T = ports.sync_interval
@@ -137,13 +138,14 @@ class Replica:
         self.alive = signs_of_life(ports.lines)
         self.seed = ports.seed
         self.spec = ports.spec
+        self.to_env = action_converter(ports.spec.action, ports.squash_actions)
         self.limit = ports.spec.max_episode_steps or np.iinfo(np.int64).max
         self.episode = -1
         self.steps = 0
         self.reward = 0.0
         self.reset_pending = False
         try:
-            self.env = envs.make(ports.spec.env_id, ports.options)
+            self.env = envs.make(ports.spec.env_id, ports.options, masked=ports.spec.mask_in_info)
         except Exception as error:
             raise self.fault("construction") from error
         self.published = ports.snapshots
@@ -190,10 +192,9 @@ class Replica:
 
     def play(self, actions: np.ndarray, obs: np.ndarray) -> np.ndarray:
         """Repeat ``actions`` [L, *A] of this episode, which stands at ``obs``; returns the observation after them."""
-        to_env = action_converter(self.spec.action)
         self.alive()
         for row in actions:
-            (action,) = to_env(row[None])
+            (action,) = self.to_env(row[None])
             try:
                 obs, reward, *_, info = self.env.step(action)
                 self.reward += checks.number("reward", info["raw_reward"] if self.spec.has_raw_reward else reward)
@@ -252,7 +253,7 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
     next_obs = storage.obs[t + 1]
     rewards = storage.reward[t]
     shape, dtype = spec.observation_shape, spec.observation_dtype
-    ndarray, storable = np.ndarray, checks.storable(dtype)
+    ndarray, storable, unmasked = np.ndarray, checks.storable(dtype), not spec.parts or spec.mask is None
     for replica, action in zip(replicas, actions):
         n = replica.column
         if replica.reset_pending:
@@ -274,6 +275,8 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
                 terminated = checks.flag("terminated", terminated)
             if truncated.__class__ is not bool:
                 truncated = checks.flag("truncated", truncated)
+            if info and unmasked:
+                checks.no_mask(info)
             raw_reward = checks.number("raw_reward", info["raw_reward"]) if spec.has_raw_reward else reward
             life_lost = spec.has_life_loss and info["life_lost"]
         except Exception as error:
@@ -297,24 +300,39 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
         next_obs[n] = obs
 
 
-def action_converter(action: ActionSpec) -> Callable[[np.ndarray], list]:
-    """From stored actions [n, *A] to a list of n actions as the environment wants them."""
+def action_converter(action: ActionSpec, squashed: bool) -> Callable[[np.ndarray], list]:
+    """From stored actions [n, *A] to a list of n actions as the environment wants them.
+
+    Those of a box are clipped to its bounds, or, ``squashed``, brought between them by tanh.
+    """
     if action.kind == "discrete":
         if action.start == 0:
             return lambda stored: stored.tolist()
         return lambda stored: (stored + action.start).tolist()
-    if action.kind == "multi_discrete":
+    if action.kind in ("multi_discrete", "multi_binary"):
         return lambda stored: list(stored.reshape(-1, *action.shape).copy())
     low, high = np.array(action.low, np.float32), np.array(action.high, np.float32)
-    return lambda stored: list(np.clip(stored, low, high).reshape(-1, *action.shape))
+    if not squashed:
+        return lambda stored: list(np.clip(stored, low, high).reshape(-1, *action.shape))
+    centre, half = high / 2 + low / 2, high / 2 - low / 2
+
+    def squash(stored: np.ndarray) -> list:
+        # math's tanh, one by one: the bits of numpy's could depend on how many it computes at once
+        unit = np.array([math.tanh(u) for u in stored.ravel().tolist()], np.float32).reshape(stored.shape)
+        return list(np.clip(centre + half * unit, low, high).reshape(-1, *action.shape))
+
+    return squash
 
 
 def check_observations(obs: np.ndarray, replicas: list[Replica]) -> None:
     """Refuse NaN and infinity before anything is learned from them; once per interval, over [T+1, n, *obs]."""
-    if obs.dtype.kind != "f":
+    vectors = [part for part in replicas[0].spec.parts if part.kind == "vector"]
+    if obs.dtype.kind != "f" and not vectors:
         return
     for replica in replicas:
-        finite = np.isfinite(obs[:, replica.column]).reshape(len(obs), -1).all(axis=1)
+        own = obs[:, replica.column]
+        numbers = [own[:, part.bytes].view(part.dtype) for part in vectors] or [own.reshape(len(obs), -1)]
+        finite = np.logical_and.reduce([np.isfinite(each).all(axis=1) for each in numbers])
         if not finite.all():
             row = int(np.flatnonzero(~finite)[0])
             error = ValueError(

@@ -120,7 +120,7 @@ def rows_at_once(spec: EnvSpec, num_envs: int, device: torch.device) -> int:
     On a CPU the cost of a convolution grows with its rows: batches of eight lose nothing, and few waiting rows are
     padded little. Small networks and GPUs pay for the call, and take all replicas at once.
     """
-    return min(num_envs, 8) if spec.observation_kind == "image" and device.type == "cpu" else num_envs
+    return min(num_envs, 8) if spec.has_images and device.type == "cpu" else num_envs
 
 
 def bucket_sizes(largest: int) -> list[int]:
@@ -193,7 +193,25 @@ def probe_rows(spec: EnvSpec, head: Head, count: int) -> tuple[np.ndarray, np.nd
     rng = generator(0, Stream.PROBE)
     shape = (count, *spec.observation_shape)
     noise = normal(rng, (count, head.noise_size))
+    if spec.parts:
+        return random_rows(spec, rng, count), noise
     if spec.observation_dtype == np.uint8:
         return rng.integers(0, 256, shape, np.uint8), noise
     scale = 10.0 ** rng.integers(-2, 3, shape)
     return (rng.standard_normal(shape) * scale).astype(spec.observation_dtype), noise
+
+
+def random_rows(spec: EnvSpec, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Packed observations [count, bytes]: images of random bytes, vectors of several magnitudes, masks of all kinds."""
+    rows = np.zeros((count, *spec.observation_shape), np.uint8)
+    for part in spec.parts:
+        shape = (count, *part.shape)
+        if part.kind == "image":
+            values: np.ndarray = rng.integers(0, 256, shape, np.uint8)
+        elif part.kind == "mask":
+            values = rng.integers(0, 2, shape, np.uint8)
+            values[:, np.cumsum(spec.action.nvec) - 1] = 1  # something of every component
+        else:
+            values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-2, 3, shape)).astype(np.float32)
+        rows[:, part.bytes] = values.reshape(count, -1).view(np.uint8)
+    return rows

@@ -39,6 +39,8 @@ class ExecutorPorts:
     layout: Layout
     spec: EnvSpec
     options: BaseModel
+    squash_actions: bool
+    """As of the network's options."""
     seed: int
     sync_interval: int
     logs: list[EpisodeLog]

@@ -105,12 +105,14 @@ class Bench:
         fields = rollout_fields(self.spec, self.T, self.N, self.model.head.noise_size)
         self.storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
         self.storage.valid[:] = True
-        self.replicas = [envs.make(config.env, config.environment) for _ in range(self.N)]
+        self.replicas = [
+            envs.make(config.env, config.environment, masked=self.spec.mask_in_info) for _ in range(self.N)
+        ]
 
     def fill(self) -> int:
         """Play an interval with random actions into the storage; returns its steps."""
         storage, spec = self.storage, self.spec
-        to_env = action_converter(spec.action)
+        to_env = action_converter(spec.action, self.config.network.squash_actions)
         rng = np.random.default_rng(0)
         if spec.action.kind == "box":
             storage.action[:] = rng.standard_normal(storage.action.shape)

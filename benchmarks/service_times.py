@@ -139,6 +139,7 @@ def executor_alone(config: AnyConfig, replicas: int, group: int, seconds: float)
                 layout=layout,
                 spec=spec,
                 options=config.environment,
+                squash_actions=config.network.squash_actions,
                 seed=0,
                 sync_interval=T,
                 logs=logs,

@@ -215,6 +215,8 @@ ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COp
 # ------------------------------------------------------------------------------------------------------------ shared
 
 
+LOG_STD_RANGE = (-5.0, 2.0)
+"""Of standard deviations that a network gives: outside, noise or its gradient would be lost in rounding."""
 NETWORKS = ("auto", "mlp", "nature", "football", "impala")
 
 
@@ -229,8 +231,22 @@ class NetworkOptions(Section):
     """Activation of the MLP."""
     initial_log_std: float = 0.0
     """Logarithm of the initial standard deviation of continuous actions."""
+    state_dependent_std: bool = False
+    """The network gives the standard deviations of continuous actions, e^-5 to e^2; else they are free parameters."""
+    squash_actions: bool = False
+    """tanh brings continuous actions between their bounds; else they are clipped to them."""
     precision: Literal["float32", "bf16"] = "float32"
     """'bf16' computes image networks in bfloat16: faster, just as reproducible; parameters and losses stay float32."""
+
+    @model_validator(mode="after")
+    def _deviation_in_range(self) -> NetworkOptions:
+        low, high = LOG_STD_RANGE
+        if self.state_dependent_std and not low <= self.initial_log_std <= high:
+            raise refused(
+                f"`initial_log_std` must be between {low:g} and {high:g} with `state_dependent_std`, got "
+                f"{self.initial_log_std:g}"
+            )
+        return self
 
     @field_validator("network")
     @classmethod

@@ -250,6 +250,7 @@ class Crew:
                 layout=self._layout,
                 spec=self._spec,
                 options=self._config.environment,
+                squash_actions=self._config.network.squash_actions,
                 seed=self._config.seed,
                 sync_interval=self._config.runtime.sync_interval,
                 logs=[logs[n] for n in self._layout.executor_columns[e]],

@@ -31,6 +31,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError, EnvironmentFailed, RunFailed
 from htsrl.models import ActorCritic, build_model
 from htsrl.models.flat import FlatParameters
+from htsrl.models.heads import DiagonalGaussian
 from htsrl.restoring import load_run_checkpoint
 from htsrl.rundir import RESULT, reason_of, require_run, update_result
 from htsrl.tomlfile import load_config
@@ -80,10 +81,10 @@ def evaluate(
         RunFailed: the policy's action was NaN.
     """
     results = {name: np.full(episodes, np.nan) for name in ("return", "length", "score")}
-    to_env = action_converter(spec.action)
+    head = batch.model.head
+    to_env = action_converter(spec.action, isinstance(head, DiagonalGaussian) and head.squashed)
     limit = spec.max_episode_steps or math.inf
     stored = spec.observation_shape, spec.observation_dtype
-    head = batch.model.head
     waiting = list(range(episodes))[::-1]
 
     def begin(env: Any) -> Slot | None:
@@ -101,7 +102,10 @@ def evaluate(
 
     draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
     count = min(SLOTS, episodes)
-    slots = [begin(envs.make(spec.env_id, options, render=film is not None and k == 0)) for k in range(count)]
+    slots = [
+        begin(envs.make(spec.env_id, options, render=film is not None and k == 0, masked=spec.mask_in_info))
+        for k in range(count)
+    ]
     while playing := [slot for slot in slots if slot is not None]:
         # One batched forward pass for all
         for row, slot in enumerate(playing):
@@ -117,6 +121,8 @@ def evaluate(
                 obs = checks.observation(obs, *stored)
                 slot.reward += checks.number("reward", info["raw_reward"] if spec.has_raw_reward else reward)
                 ended = checks.flag("terminated", terminated) or checks.flag("truncated", truncated)
+                if spec.mask is None:
+                    checks.no_mask(info)
                 score = info.get("score", np.nan)
             alive()
             if film is not None and slot.episode == 0:

@@ -25,7 +25,7 @@ def resolve(config: AnyConfig, spec: EnvSpec) -> AnyConfig:
     if threads == "auto":
         # Several passes of convolutions keep every core busy. An MLP's gradient loses more by being split than it
         # gains, and one pass leaves the cores to executors and actors.
-        heavy = spec.observation_kind == "image" and getattr(config.algorithm, "epochs", 1) > 1
+        heavy = spec.has_images and getattr(config.algorithm, "epochs", 1) > 1
         threads = available_cores() if heavy and device == "cpu" else 1
     runtime = config.runtime.model_copy(update={"device": device, "learner_threads": threads})
     config = config.model_copy(update={"runtime": runtime})
@@ -65,7 +65,7 @@ def automatic_executors(spec: EnvSpec) -> int:
     """Executors for one machine: sleeping environments wait side by side, computing ones share the cores."""
     if spec.sleeps:
         return 64
-    if spec.observation_kind == "vector":
+    if not spec.has_images:
         return max(available_cores() // 2, 1)
     return available_cores()
 
@@ -75,7 +75,7 @@ def groups_per_executor(spec: EnvSpec, executors: int) -> int:
 
     Where steps are cheap and no core would be idle meanwhile, one: fewer messages and forward passes do the same work.
     """
-    cheap = spec.observation_kind == "vector" and not spec.sleeps
+    cheap = not spec.has_images and not spec.sleeps
     return 1 if cheap and available_cores() <= executors + 1 else 2
 
 

@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 
 DISCRETE = ActionSpec("discrete", nvec=(3,))
 MULTI = ActionSpec("multi_discrete", nvec=(3, 2), shape=(2,))
+BINARY = ActionSpec("multi_binary", nvec=(2, 2, 2), shape=(3,))
 BOX = ActionSpec("box", low=(-1.0, -1.0), high=(1.0, 1.0), shape=(2,))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rollouts import BOX, DISCRETE, MULTI, image_spec, network, rollout, vector_spec
+from rollouts import BINARY, BOX, DISCRETE, MULTI, image_spec, network, rollout, vector_spec
 
 from htsrl.config import A2COptions, Config, GymnasiumOptions
 from htsrl.errors import NonFinite
@@ -47,7 +47,9 @@ def norm_of(gradients):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("action", [DISCRETE, MULTI, BOX], ids=["discrete", "multi_discrete", "box"])
+@pytest.mark.parametrize(
+    "action", [DISCRETE, MULTI, BINARY, BOX], ids=["discrete", "multi_discrete", "multi_binary", "box"]
+)
 def test_the_gradient_is_the_papers(action, normalize):
     algorithm, data = learner(vector_spec(action), max_grad_norm=1e9, normalize_advantage=normalize, gae_lambda=0.9)
     assert (data.valid == 0).any()
@@ -56,6 +58,39 @@ def test_the_gradient_is_the_papers(action, normalize):
     assert metrics["loss/grad_norm"] == pytest.approx(norm_of(expected), rel=1e-4)
     for name, parameter in algorithm.model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_from_other_parameters_the_gradient_is_weighted_by_the_ratio():
+    """∇ of E_b[π/π_b A], where π_b acted and π learns; with equal policies it is the plain one."""
+    algorithm, data = learner(max_grad_norm=1e9, gae_lambda=0.9, entropy_coef=0.0)
+    weighted = A2C(algorithm.options, algorithm.model, algorithm.parameters, importance=True)
+    start = algorithm.parameters.vector.clone()
+    gradients = {}
+    for name, each in (("plain", algorithm), ("weighted", weighted)):
+        each.parameters.vector.copy_(start)
+        each.update(data, 0.0, RNG)
+        gradients[name] = each.parameters.vector.grad.clone()
+    torch.testing.assert_close(gradients["weighted"], gradients["plain"], rtol=1e-3, atol=1e-6)
+
+    moved = replace(
+        data, log_prob=data.log_prob + torch.linspace(-1.0, 1.0, data.log_prob.numel()).view_as(data.log_prob)
+    )
+    weighted.parameters.vector.copy_(start)
+    weighted.update(moved, 0.0, RNG)
+    arrays = {name: getattr(data, name).numpy() for name in ("reward", "terminated", "truncated", "valid", "value")}
+    discount, trace = end_factors(0.99, arrays["terminated"], arrays["truncated"])
+    advantage = torch.from_numpy(
+        gae(arrays["reward"], discount, trace, arrays["valid"], arrays["value"], 0.9)
+    ).flatten()
+    weighted.parameters.vector.copy_(start)
+    params, value = weighted.model(data.obs[:-1].flatten(0, 1))
+    log_prob = weighted.model.head.log_prob(params, data.action.flatten(0, 1))
+    ratio = (log_prob - moved.log_prob.flatten()).exp()
+    target = advantage + data.value[:-1].flatten()
+    loss = (data.valid.flatten() * (-ratio * advantage + 0.25 * (value - target) ** 2)).sum() / data.valid.sum()
+    expected = torch.autograd.grad(loss, list(weighted.model.parameters()))
+    for (name, parameter), wanted in zip(weighted.model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-6, msg=name)
 
 
 def test_one_step_of_gradient_descent_on_the_clipped_gradient(monkeypatch):

@@ -82,6 +82,10 @@ def test_settings_have_one_home_each() -> None:
         ({"schedule": "sync", "delay": "importance"}, "delay is for schedule hts: with sync there is one start"),
         ({"schedule": "async", "delay": "importance"}, "delay is for schedule hts: with async there is one start"),
         ({"delay": "none"}, "delay must be one of gradient, importance, got none"),
+        (
+            {"state_dependent_std": True, "initial_log_std": -6},
+            "initial_log_std must be between -5 and 2 with state_dependent_std, got -6",
+        ),
         ({"schedule": "async", "async_slots": 0}, "async_slots must be at least 1, got 0"),
         (
             {"schedule": "async", "record_digests": True},

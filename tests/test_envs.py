@@ -196,7 +196,6 @@ def test_spaces_are_converted_on_the_way(
         ("faulty_envs:RaisesInInit-v0", "can't be built: RuntimeError: there is no robot"),
         ("faulty_envs:AlwaysWrongShape-v0", r"shape \(3,\), but its space says \(4,\)"),
         ("faulty_envs:OldApi-v0", "Gymnasium's API failed: ValueError"),
-        ("Blackjack-v1", "observations of Tuple.*takes Box, Discrete"),
     ],
 )
 def test_refusals_say_what_to_do(env: str, message: str) -> None:

@@ -167,7 +167,8 @@ def replica_of(env, file=None):
     """A replica outside of any run, and what it reports."""
     spec = envs.describe(env, OPTIONS)
     lines = Lines()
-    ports = SimpleNamespace(seed=1, spec=spec, options=OPTIONS, snapshots=file or SnapshotFile(), lines=lines)
+    given = {"squash_actions": False, "snapshots": file or SnapshotFile(), "lines": lines}
+    ports = SimpleNamespace(seed=1, spec=spec, options=OPTIONS, **given)
     return Replica(0, ports), lines
 
 

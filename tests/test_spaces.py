@@ -167,8 +167,6 @@ def test_box_actions_without_bounds() -> None:
 @pytest.mark.parametrize(
     "space",
     [
-        spaces.Dict(a=spaces.Discrete(2)),
-        spaces.Tuple([spaces.Discrete(2)]),
         spaces.Text(5),
         spaces.Sequence(spaces.Discrete(2)),
         spaces.Graph(spaces.Discrete(2), None),

@@ -80,9 +80,13 @@ def describe(env: str, options: Any) -> EnvSpec:
     return _module(env, options).describe(env, options)
 
 
-def make(env: str, options: Any, *, render: bool = False) -> Environment:
-    """One environment for an executor; with ``render`` one that can draw. Raises what `describe` raises."""
-    return _module(env, options).make(env, options, render=render)
+def make(env: str, options: Any, *, render: bool = False, masked: bool = False) -> Environment:
+    """One environment for an executor; with ``render`` one that can draw. Raises what `describe` raises.
+
+    ``masked`` is what its description says of ``mask_in_info``, which only Gymnasium's environments have.
+    """
+    masks = {"masked": True} if masked else {}
+    return _module(env, options).make(env, options, render=render, **masks)
 
 
 def _module(env: str, options: Any) -> ModuleType:

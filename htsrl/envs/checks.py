@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+ACTION_MASK = "action_mask"
+"""The key, of a Dict observation or of ``info``, under which a mask stands."""
 _FLAGS = (bool, np.bool_)
 _WHOLE = (int, np.integer)
 _NUMBERS = (float, np.floating, *_WHOLE, *_FLAGS)
@@ -54,6 +56,32 @@ def flag(what: str, value: Any) -> bool:
     if isinstance(value, _FLAGS) or (isinstance(value, _WHOLE) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"the environment returned {_shown(value)} as {what}, which must be True or False")
+
+
+def action_mask(value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """``value`` as zeros and ones, uint8 of ``shape``; ValueError where it is something else."""
+    mask = np.asarray(value)
+    if mask.shape != shape:
+        raise ValueError(f"the environment returned an action mask of shape {mask.shape}, which must be {shape}")
+    allowed = mask == 1
+    if not (allowed | (mask == 0)).all():
+        raise ValueError(f"the environment returned the action mask {_shown(value)}, which must be zeros and ones")
+    return allowed.view(np.uint8)
+
+
+def no_mask(info: Any) -> None:
+    """ValueError where ``info`` holds an action mask, of an environment whose description has none."""
+    if info and ACTION_MASK in info:
+        raise ValueError(
+            f"the environment returned info[{ACTION_MASK!r}], which must come with every observation, the first of all "
+            "included, or never"
+        )
+
+
+def some_action(mask: np.ndarray, first: np.ndarray) -> None:
+    """ValueError where ``mask`` [A] uint8 allows no choice of a component; ``first`` are their first places in it."""
+    if not np.maximum.reduceat(mask, first).all():
+        raise ValueError("the environment returned an action mask that allows no action, in an episode that goes on")
 
 
 def _shown(value: Any) -> str:

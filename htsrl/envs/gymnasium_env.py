@@ -5,6 +5,9 @@ it stores, resets in order and counts steps itself. Wrappers of the environment'
 environment that returns ``truncated`` itself is believed. Every episode starts with ``reset(seed=...)``. One that has
 methods ``snapshot`` and ``restore`` lets long episodes be resumed without replaying them, see
 `htsrl.envs.spec.Restorable`.
+
+Where ``info`` of the first reset holds an ``action_mask``, and the observation does not, every observation is packed
+with the mask of its ``info``, see `htsrl.envs.packing`. A mask may allow nothing only where the episode is over.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from htsrl.config import GymnasiumOptions
 from htsrl.envs import checks
+from htsrl.envs.checks import ACTION_MASK
+from htsrl.envs.packing import refuse_unfit_mask
 from htsrl.envs.spaces import Actions, Observations, encode_actions, encode_observations
 from htsrl.envs.spec import EnvSpec, Restorable, seed31
 from htsrl.errors import ConfigError
@@ -38,11 +44,19 @@ class GymnasiumEnvironment:
     restore: Callable[[bytes], None]
 
     def __init__(
-        self, env: gymnasium.Env, observations: Observations, actions: Actions, reward_scale: float = 1.0
+        self,
+        env: gymnasium.Env,
+        observations: Observations,
+        actions: Actions,
+        reward_scale: float = 1.0,
+        masked: bool = False,
     ) -> None:
         self._env = env
         self._encode = observations.encode
         self._decode = actions.decode
+        self._masked = masked
+        self._mask = observations.mask
+        self._choices = np.cumsum([0, *actions.spec.nvec[:-1]])  # where each component's begin in a mask
         self._reward_scale = reward_scale
         converts = self._encode is not None or self._decode is not None or reward_scale != 1.0
         self.step = self._converting_step if converts else env.step  # type: ignore[assignment]
@@ -50,19 +64,33 @@ class GymnasiumEnvironment:
             self.snapshot, self.restore = env.snapshot, env.restore  # type: ignore[attr-defined]
 
     def reset(self, seed: int) -> np.ndarray:
-        observation, _ = self._env.reset(seed=seed31(seed))
-        return observation if self._encode is None else self._encode(observation)
+        observation, info = self._env.reset(seed=seed31(seed))
+        if self._mask is None:
+            checks.no_mask(info)
+        return observation if self._encode is None else self._encoded(observation, info, over=False)
 
     def _converting_step(self, action: Any) -> StepResult:
         if self._decode is not None:
             action = self._decode(action)
         observation, reward, terminated, truncated, info = self._env.step(action)
         if self._encode is not None:
-            observation = self._encode(observation)
+            observation = self._encoded(observation, info, over=bool(terminated or truncated))
         if self._reward_scale != 1.0:
             info = {**info, "raw_reward": reward}
             reward = float(reward) * self._reward_scale
         return observation, reward, terminated, truncated, info  # type: ignore[return-value]
+
+    def _encoded(self, observation: Any, info: Any, over: bool) -> np.ndarray:
+        """``observation`` as it is stored, with its mask; a mask may allow nothing only where the episode is over."""
+        assert self._encode is not None
+        if self._masked:
+            if ACTION_MASK not in info:
+                raise ValueError(f"the environment returned no info[{ACTION_MASK!r}], which came with its first reset")
+            observation = {"observation": observation, ACTION_MASK: info[ACTION_MASK]}
+        row = self._encode(observation)
+        if self._mask is not None and not over:
+            checks.some_action(row[self._mask.bytes], self._choices)
+        return row
 
     def render(self) -> np.ndarray | None:
         """What the environment draws, if it was made to."""
@@ -73,7 +101,7 @@ class GymnasiumEnvironment:
 
 
 def describe(env: str, options: GymnasiumOptions) -> EnvSpec:
-    """Builds the environment once, plays one step to see that it keeps its own promises, and closes it.
+    """Builds the environment once, resets it and plays one step to see that it keeps its own promises, and closes it.
 
     Raises:
       ConfigError: unknown id, module that can't be imported, environment that can't be built or doesn't return what its
@@ -82,9 +110,12 @@ def describe(env: str, options: GymnasiumOptions) -> EnvSpec:
     registered = _registered(env)
     built = _build(env, registered)
     try:
-        observations = encode_observations(built.observation_space, env)
         actions = encode_actions(built.action_space, env)
-        _try_out(env, GymnasiumEnvironment(built, observations, actions), observations, actions)
+        observations = _observations(env, built, actions)
+        masked = observations.mask is None and _mask_in_info(env, built)
+        if masked:
+            observations = _observations(env, built, actions, masked)
+        _try_out(env, GymnasiumEnvironment(built, observations, actions, masked=masked), observations, actions)
         versions = _versions(built)
     finally:
         built.close()
@@ -99,21 +130,37 @@ def describe(env: str, options: GymnasiumOptions) -> EnvSpec:
         max_episode_steps=limit,
         has_raw_reward=options.reward_scale != 1.0,
         versions=versions,
+        parts=observations.parts,
+        mask_in_info=masked,
     )
 
 
-def make(env: str, options: GymnasiumOptions, *, render: bool = False) -> GymnasiumEnvironment:
-    """An environment for an executor. Raises what `describe` raises."""
+def make(env: str, options: GymnasiumOptions, *, render: bool = False, masked: bool = False) -> GymnasiumEnvironment:
+    """An environment for an executor; ``masked`` is its spec's ``mask_in_info``. Raises what `describe` raises."""
     with warnings.catch_warnings():
         # `describe` has shown them, in the process that talks to a person.
         warnings.simplefilter("ignore")
         built = _build(env, _registered(env), render)
-    return GymnasiumEnvironment(
-        built,
-        encode_observations(built.observation_space, env),
-        encode_actions(built.action_space, env),
-        options.reward_scale,
-    )
+    actions = encode_actions(built.action_space, env)
+    observations = _observations(env, built, actions, masked)
+    return GymnasiumEnvironment(built, observations, actions, options.reward_scale, masked)
+
+
+def _observations(env: str, built: gymnasium.Env, actions: Actions, masked: bool = False) -> Observations:
+    """The stored form of its observations; ``masked`` ones are packed with the mask that ``info`` holds."""
+    space = built.observation_space
+    if masked:
+        space = spaces.Dict({"observation": space, ACTION_MASK: spaces.MultiBinary(max(sum(actions.spec.nvec), 1))})
+    observations = encode_observations(space, env)
+    refuse_unfit_mask(observations.mask, actions.spec, env)
+    return observations
+
+
+def _mask_in_info(env: str, built: gymnasium.Env) -> bool:
+    """Whether ``info`` of a reset holds an action mask."""
+    with _refused_where_it_fails(env):
+        _, info = built.reset(seed=0)
+        return bool(info) and ACTION_MASK in info
 
 
 def _registered(env: str) -> Any:
@@ -173,29 +220,38 @@ def _mujoco_warnings(registered: Any) -> Iterator[None]:
 
 def _try_out(env: str, environment: GymnasiumEnvironment, observations: Observations, actions: Actions) -> None:
     """One reset and one step; an environment that breaks the API is refused with what it did."""
-    try:
-        checks.observation(environment.reset(0), observations.shape, observations.dtype)
-        observation, reward, terminated, truncated, info = environment.step(_any_action(actions))
+    with _refused_where_it_fails(env):
+        first = checks.observation(environment.reset(0), observations.shape, observations.dtype)
+        observation, reward, terminated, truncated, info = environment.step(_any_action(actions, observations, first))
         checks.observation(observation, observations.shape, observations.dtype)
         checks.number("reward", reward)
         checks.flag("terminated", terminated)
         checks.flag("truncated", truncated)
         dict(info)
+        if observations.mask is None:
+            checks.no_mask(info)
         if isinstance(environment, Restorable) and not isinstance(snapshot := environment.snapshot(), bytes):
             raise TypeError(f"snapshot() must return bytes, got {type(snapshot).__name__}")
+
+
+@contextlib.contextmanager
+def _refused_where_it_fails(env: str) -> Iterator[None]:
+    """ConfigError with whatever the environment raises."""
+    try:
+        yield
     except Exception as error:
         raise ConfigError(
             f"{env}: a reset and a step with Gymnasium's API failed: {type(error).__name__}: {error}"
         ) from error
 
 
-def _any_action(actions: Actions) -> Any:
-    """Some action of the space, in the form in which an executor passes it."""
+def _any_action(actions: Actions, observations: Observations, first: np.ndarray) -> Any:
+    """Some action that is allowed after the ``first`` observation, in the form in which an executor passes it."""
     spec = actions.spec
-    if spec.kind == "discrete":
-        return spec.start
-    if spec.kind == "multi_discrete":
-        return np.zeros(spec.shape, np.int64)
+    if spec.nvec:
+        mask = np.ones(sum(spec.nvec)) if observations.mask is None else first[observations.mask.bytes]
+        chosen = [int(choices.argmax()) for choices in np.split(mask, np.cumsum(spec.nvec)[:-1])]
+        return chosen[0] + spec.start if spec.kind == "discrete" else np.array(chosen).reshape(spec.shape)
     return np.clip(np.zeros(len(spec.low), np.float32), spec.low, spec.high).astype(np.float32).reshape(spec.shape)
 
 

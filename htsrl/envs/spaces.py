@@ -14,10 +14,12 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import spaces
 
-from htsrl.envs.spec import ActionSpec
+from htsrl.envs.checks import ACTION_MASK
+from htsrl.envs.packing import Leaf, Packer, leaves_of, mask_leaf
+from htsrl.envs.spec import ActionSpec, Part
 from htsrl.errors import ConfigError
 
-SUPPORTED_OBSERVATIONS = "Box, Discrete, MultiDiscrete and MultiBinary observations"
+SUPPORTED_OBSERVATIONS = "Box, Discrete, MultiDiscrete and MultiBinary observations, and Dict and Tuple of these"
 SUPPORTED_ACTIONS = "Discrete, MultiDiscrete, MultiBinary and floating-point Box actions"
 
 
@@ -27,8 +29,15 @@ class Observations:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    kind: Literal["vector", "image"]
+    kind: Literal["vector", "image", "packed"]
     encode: Callable[[Any], np.ndarray] | None = None
+    parts: tuple[Part, ...] = ()
+    """Of packed observations; see `htsrl.envs.packing`."""
+
+    @property
+    def mask(self) -> Part | None:
+        """The part that is an action mask."""
+        return next((part for part in self.parts if part.kind == "mask"), None)
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,14 @@ def encode_observations(space: spaces.Space, env_id: str) -> Observations:
     """The stored form of ``space``.
 
     uint8 boxes of two to four dimensions are images [H, W, C]; every other box is flattened to a float32 vector;
-    Discrete becomes one one-hot vector, MultiDiscrete one per component, MultiBinary a vector of zeros and ones.
+    Discrete becomes one one-hot vector, MultiDiscrete one per component, MultiBinary a vector of zeros and ones. Dict
+    and Tuple are packed: all of these side by side, and a Dict's ``action_mask``.
 
     Raises:
       ConfigError: the space is of another kind, or empty.
     """
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _packed(space, env_id)
     if isinstance(space, spaces.Box):
         if space.dtype == np.uint8 and 2 <= len(space.shape) <= 4:
             stored = _image(space.shape)
@@ -71,6 +83,22 @@ def encode_observations(space: spaces.Space, env_id: str) -> Observations:
     return stored if stored.encode is None else replace(stored, encode=_of_shape(space.shape or (), stored.encode))
 
 
+def _packed(space: spaces.Space, env_id: str) -> Observations:
+    """The leaves of a nested space, in its order, as one row of bytes."""
+    leaves = []
+    for path, inner in leaves_of(space):
+        if path == (ACTION_MASK,):
+            leaves.append(mask_leaf(path, inner))
+            continue
+        stored = encode_observations(inner, env_id)
+        assert stored.kind != "packed"
+        leaves.append(Leaf(path, stored.kind, stored.shape, stored.dtype, stored.encode))
+    if all(leaf.kind == "mask" for leaf in leaves):
+        raise ConfigError(f"{env_id}: its observation space {_named(space)} holds nothing to see.")
+    packer = Packer(leaves)
+    return Observations(packer.row.shape, packer.row.dtype, "packed", packer, packer.parts)
+
+
 def _of_shape(shape: tuple[int, ...], encode: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
     """``encode`` for ``shape`` alone: another shape of the same size would end up in another order."""
 
@@ -85,7 +113,7 @@ def _of_shape(shape: tuple[int, ...], encode: Callable[[Any], np.ndarray]) -> Ca
 
 
 def encode_actions(space: spaces.Space, env_id: str) -> Actions:
-    """The stored form of ``space``; MultiBinary is a 'multi_discrete' of twos.
+    """The stored form of ``space``.
 
     Raises:
       ConfigError: the space is of another kind, empty, or an integer box.
@@ -93,9 +121,9 @@ def encode_actions(space: spaces.Space, env_id: str) -> Actions:
     if isinstance(space, spaces.Discrete):
         stored = Actions(ActionSpec("discrete", nvec=(int(space.n),), start=int(space.start)))
     elif isinstance(space, spaces.MultiDiscrete):
-        stored = _components(space.nvec, space.start.astype(space.dtype))
+        stored = _components("multi_discrete", space.nvec, space.start.astype(space.dtype))
     elif isinstance(space, spaces.MultiBinary):
-        stored = _components(np.full(space.shape, 2), np.zeros(space.shape, space.dtype))
+        stored = _components("multi_binary", np.full(space.shape, 2), np.zeros(space.shape, space.dtype))
     elif isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         stored = _bounded(space.low, space.high)
     else:
@@ -108,9 +136,9 @@ def encode_actions(space: spaces.Space, env_id: str) -> Actions:
     return stored
 
 
-def _components(nvec: np.ndarray, start: np.ndarray) -> Actions:
+def _components(kind: Literal["multi_discrete", "multi_binary"], nvec: np.ndarray, start: np.ndarray) -> Actions:
     """Several choices at once; the environment receives start + action in start's dtype."""
-    spec = ActionSpec("multi_discrete", nvec=tuple(int(n) for n in nvec.reshape(-1)), shape=nvec.shape)
+    spec = ActionSpec(kind, nvec=tuple(int(n) for n in nvec.reshape(-1)), shape=nvec.shape)
     if start.any():
         return Actions(spec, lambda action: action.astype(start.dtype) + start)
     return Actions(spec, None if start.dtype == np.int64 else lambda action: action.astype(start.dtype))

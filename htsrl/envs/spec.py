@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -10,11 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """An action space. Shapes in the storage: ``[]`` (discrete), ``[A]`` (multi_discrete and box)."""
+    """An action space. Shapes in the storage: ``[]`` (discrete), ``[A]`` (all others)."""
 
-    kind: Literal["discrete", "multi_discrete", "box"]
+    kind: Literal["discrete", "multi_discrete", "multi_binary", "box"]
     nvec: tuple[int, ...] = ()
-    """Number of choices per component; one entry for 'discrete'."""
+    """Number of choices per component; one entry for 'discrete', twos for 'multi_binary'."""
     start: int = 0
     """First value of a 'discrete' space: the environment receives action + start."""
     low: tuple[float, ...] = ()
@@ -22,17 +23,42 @@ class ActionSpec:
     high: tuple[float, ...] = ()
     """Upper bounds of 'box', flattened."""
     shape: tuple[int, ...] = ()
-    """Shape in which the environment wants a 'multi_discrete' or 'box' action."""
+    """Shape in which the environment wants an action that is not 'discrete'."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of one action in the storage."""
-        return {"discrete": (), "multi_discrete": (len(self.nvec),), "box": (len(self.low),)}[self.kind]
+        return () if self.kind == "discrete" else (len(self.nvec) + len(self.low),)
 
     @property
     def stored_dtype(self) -> np.dtype:
         """Dtype of one action in the storage."""
         return np.dtype(np.float32 if self.kind == "box" else np.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of observations that are packed into a row of bytes."""
+
+    name: str
+    """Keys of the observation space on the way to it, with dots between them."""
+    kind: Literal["vector", "image", "mask"]
+    """'mask' says which actions are allowed, [A] or all components' choices side by side; the others are seen."""
+    shape: tuple[int, ...]
+    """Images are H, W, C."""
+    dtype: np.dtype
+    """uint8 for images and masks, float32 for vectors."""
+    start: int
+    """Its first byte, a multiple of PART_ALIGNMENT."""
+
+    @property
+    def bytes(self) -> slice:
+        """Its place in the row."""
+        return slice(self.start, self.start + math.prod(self.shape) * self.dtype.itemsize)
+
+
+PART_ALIGNMENT = 4
+"""Parts begin, and rows end, at multiples of this many bytes: a row's float32 may be looked at where they are."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +71,9 @@ class EnvSpec:
     observation_shape: tuple[int, ...]
     """Shape of one observation as the environment (adapter) returns it; images are H, W, C."""
     observation_dtype: np.dtype
-    """Dtype in the storage: uint8 for images, float32 for everything else."""
-    observation_kind: Literal["vector", "image"]
+    """Dtype in the storage: uint8 for images and packed observations, float32 for everything else."""
+    observation_kind: Literal["vector", "image", "packed"]
+    """'packed' rows of bytes [bytes] hold all ``parts`` of an observation, one behind the other."""
     action: ActionSpec
     frame_skip: int = 1
     """Frames per agent step, for reports."""
@@ -62,6 +89,20 @@ class EnvSpec:
     """True where a step waits instead of computing, so that many executors fit on one core."""
     versions: dict[str, str] = field(default_factory=dict, hash=False)
     """Versions of the packages that decide what the environment does."""
+    parts: tuple[Part, ...] = ()
+    """Of packed observations."""
+    mask_in_info: bool = False
+    """True where the mask among ``parts`` comes from ``info['action_mask']``, not from the observation."""
+
+    @property
+    def has_images(self) -> bool:
+        """True where observations are images, or some part of them is."""
+        return self.observation_kind == "image" or any(part.kind == "image" for part in self.parts)
+
+    @property
+    def mask(self) -> Part | None:
+        """The part that says which actions are allowed; None where all are, always."""
+        return next((part for part in self.parts if part.kind == "mask"), None)
 
 
 class Environment(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -14,11 +15,10 @@ from htsrl.models.custom import custom_network
 from htsrl.models.flat import FlatParameters
 from htsrl.models.heads import Head, make_head
 from htsrl.models.networks import ActorCritic, blank_observations, impala_cnn, mlp, nature_cnn, widest_row
+from htsrl.models.packed import packed_network, unpack
 from htsrl.rng import Stream, generator, torch_generator
 
-__all__ = ["ActorCritic", "FlatParameters", "Head", "build_model", "make_head"]
-
-_NETWORKS = {"mlp": mlp, "nature": nature_cnn, "football": nature_cnn, "impala": impala_cnn}
+__all__ = ["ActorCritic", "FlatParameters", "Head", "build_model", "make_head", "unpack"]
 
 
 def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCritic:
@@ -27,16 +27,18 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
     Initial parameters depend on ``seed`` and nothing else. A network that can't read the observations is a ConfigError.
     """
     build = _choose(spec, options)
+    refuse_unfit_actions(spec, options)
     # Orthogonal matrices come from LAPACK, whose bits depend on the number of threads: parameters must not.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = build(spec, make_head(spec.action), options, torch_generator(seed, Stream.INITIALISATION))
+        model = build(spec, make_head(spec.action, options), options, torch_generator(seed, Stream.INITIALISATION))
         model.bf16 = options.precision == "bf16"
+        model.mask = None if spec.mask is None else spec.mask.bytes
         model.row_bytes = widest_row(model, blank_observations(spec))
         if model.bf16:
             exact = options.model_copy(update={"precision": "float32"})
-            twin = build(spec, make_head(spec.action), exact, torch_generator(seed, Stream.INITIALISATION))
+            twin = build(spec, make_head(spec.action, exact), exact, torch_generator(seed, Stream.INITIALISATION))
             refuse_wrong_kernels(spec, model, twin)
     finally:
         torch.set_num_threads(threads)
@@ -45,24 +47,46 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
 
 def _choose(spec: EnvSpec, options: NetworkOptions) -> Callable[..., ActorCritic]:
     """The function that builds the network; 'auto' goes by the observations."""
-    image = spec.observation_kind == "image"
+    image, packed = spec.has_images, spec.observation_kind == "packed"
+    if options.precision == "bf16" and packed:
+        raise ConfigError(
+            f"precision bf16 is for observations that are one image, and those of {spec.env_id} have parts: use float32"
+        )
     if options.precision == "bf16" and not image and ":" not in options.network:
         raise ConfigError(
             f"precision bf16 pays for networks that read images, and the observations of {spec.env_id} are vectors: "
             "use float32"
         )
-    if options.network == "auto":
-        return nature_cnn if image else mlp
     if ":" in options.network:
         return custom_network
-    if (options.network == "mlp") == image:
+    if options.network != "auto" and (options.network == "mlp") == image:
         shape = "x".join(map(str, spec.observation_shape))
         reads, fits = ("images", "'nature', 'football' or 'impala'") if image else ("vectors", "'mlp'")
+        which = f"have {reads} among their parts" if packed else f"are {reads} of shape {shape}"
         raise ConfigError(
-            f"network '{options.network}' can't read the observations of {spec.env_id}, which are {reads} of shape "
-            f"{shape}: use {fits}"
+            f"network '{options.network}' can't read the observations of {spec.env_id}, which {which}: use {fits}"
         )
-    return _NETWORKS[options.network]
+    if not image:
+        return mlp
+    if packed:
+        return packed_network
+    return impala_cnn if options.network == "impala" else nature_cnn
+
+
+def refuse_unfit_actions(spec: EnvSpec, options: NetworkOptions) -> None:
+    """ConfigError where ``options`` ask of the actions of ``spec`` what they can't have."""
+    action = spec.action
+    for name in ("squash_actions", "state_dependent_std"):
+        if getattr(options, name) and action.kind != "box":
+            raise ConfigError(
+                f"{name} is for continuous (Box) actions, and those of {spec.env_id} are {action.kind}: leave it out"
+            )
+    bounded = all(-math.inf < low < high < math.inf for low, high in zip(action.low, action.high, strict=True))
+    if options.squash_actions and not bounded:
+        raise ConfigError(
+            f"squash_actions brings actions between their bounds, and not all of those of {spec.env_id} are finite and "
+            "apart: leave it out"
+        )
 
 
 def refuse_wrong_kernels(spec: EnvSpec, model: ActorCritic, exact: ActorCritic) -> None:

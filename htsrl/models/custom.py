@@ -1,7 +1,8 @@
 """A network of the user's own: ``--network module:function``.
 
 ``function(spec)`` returns a module that maps observations [B, *obs], in the environment's dtype, to features [B, F]
-float32. The policy and the value function are put on top of it.
+float32. The policy and the value function are put on top of it. Of packed observations (Dict, Tuple, or with an action
+mask), rows of bytes, ``htsrl.models.unpack(spec, rows)`` gives the parts; the mask acts on the policy without its help.
 """
 
 from __future__ import annotations

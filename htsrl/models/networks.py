@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from htsrl.config import NetworkOptions
-from htsrl.envs.spec import EnvSpec
+from htsrl.envs.spec import EnvSpec, Part
 from htsrl.errors import ConfigError
-from htsrl.models.heads import DiagonalGaussian, Head
+from htsrl.models.heads import DiagonalGaussian, Head, mask_logits
 
 # Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
 # to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
@@ -49,8 +49,14 @@ class ActorCritic(nn.Module):
         """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
         self.bf16 = False
         """Whether the trunk computes in bfloat16; policy and value don't. ``build_model`` sets it."""
+        self.mask: slice | None = None
+        """Where in packed observations the action mask is; ``build_model`` sets it."""
         self.log_std: nn.Parameter | None = None
-        if isinstance(head, DiagonalGaussian):
+        if isinstance(head, DiagonalGaussian) and head.state_dependent:
+            last = policy[-1] if isinstance(policy, nn.Sequential) else policy
+            assert isinstance(last, nn.Linear)
+            nn.init.constant_(last.bias[head.dimensions :], initial_log_std)
+        elif isinstance(head, DiagonalGaussian):
             self.log_std = nn.Parameter(torch.full((head.dimensions,), float(initial_log_std)))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +68,8 @@ class ActorCritic(nn.Module):
         else:
             features = self.trunk(obs)
         params = self.policy(features)
+        if self.mask is not None:
+            params = mask_logits(params, obs[..., self.mask])
         if self.log_std is not None:
             params = torch.cat((params, self.log_std.expand_as(params)), -1)
         return params, self.value(features).squeeze(-1)
@@ -72,50 +80,72 @@ class ActorCritic(nn.Module):
 
 def mlp(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """For vectors: a policy and a value network, each with hidden layers of its own."""
+    trunk = Vectors(spec.parts) if spec.parts else nn.Flatten()
+    inputs = trunk.size if isinstance(trunk, Vectors) else math.prod(spec.observation_shape)
 
     def layers(outputs: int, gain: float) -> nn.Sequential:
-        hidden: list[nn.Module] = []
-        inputs = math.prod(spec.observation_shape)
-        for size in options.hidden_sizes:
-            hidden += [linear(inputs, size, HIDDEN_GAIN, rng), ACTIVATIONS[options.activation]()]
-            inputs = size
-        return nn.Sequential(*hidden, linear(inputs, outputs, gain, rng))
+        hidden, features = hidden_layers(inputs, options, rng)
+        return nn.Sequential(*hidden, linear(features, outputs, gain, rng))
 
     policy = layers(head.output_size, POLICY_GAIN)
-    return ActorCritic(head, nn.Flatten(), policy, layers(1, VALUE_GAIN), options.initial_log_std)
+    return ActorCritic(head, trunk, policy, layers(1, VALUE_GAIN), options.initial_log_std)
+
+
+def hidden_layers(inputs: int, options: NetworkOptions, rng: torch.Generator) -> tuple[list[nn.Module], int]:
+    """The hidden layers of an MLP on ``inputs`` numbers, and how many come out."""
+    hidden: list[nn.Module] = []
+    for size in options.hidden_sizes:
+        hidden += [linear(inputs, size, HIDDEN_GAIN, rng), ACTIVATIONS[options.activation]()]
+        inputs = size
+    return hidden, inputs
 
 
 def nature_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The network of Mnih et al. 2015, which the HTS-RL paper also uses for football's 72x96x16 minimap."""
-    height, width, channels = spec.observation_shape
+    trunk = nature_trunk(spec.observation_shape, spec.observation_dtype, spec.env_id, options, rng)
+    return on_trunk(*trunk, head, options, rng)
+
+
+def nature_trunk(
+    shape: tuple[int, ...], dtype: np.dtype, env_id: str, options: NetworkOptions, rng: torch.Generator
+) -> tuple[nn.Module, int]:
+    """Its layers for images [H, W, C] of ``dtype``, and how many features they make."""
+    height, width, channels = shape
     blocks = 4 if options.precision == "bf16" else 1
-    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype, options, blocks)]
+    layers: list[nn.Module] = [ScaledImage(dtype, options, blocks)]
     for outputs, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         first = blocks > 1 and len(layers) == 1
         layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv if first else nn.Conv2d))
         layers.append(nn.ReLU(inplace=True))
         height, width, channels = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if min(height, width) < 1:
-        size = "x".join(map(str, spec.observation_shape))
+        size = "x".join(map(str, shape))
         raise ConfigError(
-            f"network '{options.network}' needs images of at least 36x36 pixels and those of {spec.env_id} are {size}: "
+            f"network '{options.network}' needs images of at least 36x36 pixels and those of {env_id} are {size}: "
             "use 'impala'"
         )
     layers += [FlatImage(), linear(height * width * channels, 512, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
-    return on_trunk(nn.Sequential(*layers), 512, head, options, rng)
+    return nn.Sequential(*layers), 512
 
 
 def impala_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The deep residual network of Espeholt et al. 2018 (figure 3), without its LSTM."""
-    height, width, channels = spec.observation_shape
-    layers: list[nn.Module] = [ScaledImage(spec.observation_dtype, options)]
+    return on_trunk(*impala_trunk(spec.observation_shape, spec.observation_dtype, options, rng), head, options, rng)
+
+
+def impala_trunk(
+    shape: tuple[int, ...], dtype: np.dtype, options: NetworkOptions, rng: torch.Generator
+) -> tuple[nn.Module, int]:
+    """Its layers for images [H, W, C] of ``dtype``, and how many features they make."""
+    height, width, channels = shape
+    layers: list[nn.Module] = [ScaledImage(dtype, options)]
     sections = (16, 32, 32)
     for outputs in sections:
         layers += [conv(channels, outputs, 3, 1, 1, HIDDEN_GAIN, rng), nn.MaxPool2d(3, 2, 1)]
         layers += [Residual(outputs, 2 * len(sections), rng) for _ in range(2)]
         height, width, channels = -(-height // 2), -(-width // 2), outputs
     layers += [nn.ReLU(), FlatImage(), linear(height * width * channels, 256, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
-    return on_trunk(nn.Sequential(*layers), 256, head, options, rng)
+    return nn.Sequential(*layers), 256
 
 
 def on_trunk(trunk: nn.Module, features: int, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
@@ -146,6 +176,25 @@ def widest_row(model: ActorCritic, obs: torch.Tensor) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
+
+
+class Vectors(nn.Module):
+    """The vectors among the parts of packed observations [B, bytes], side by side: [B, size] float32."""
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        super().__init__()
+        self.parts = tuple(part for part in parts if part.kind == "vector")
+        self.size = sum(math.prod(part.shape) for part in self.parts)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part_of(rows, part) for part in self.parts], -1)
+
+
+def part_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
+    """``part`` [B, *shape] of packed observations [B, bytes], in the part's dtype; of images, a view."""
+    seen = rows[..., part.bytes]
+    # A view of another dtype is nothing that torch.jit can record
+    return torch.view_copy(seen, torch.float32) if part.dtype == np.float32 else seen.unflatten(-1, part.shape)
 
 
 class ScaledImage(nn.Module):
