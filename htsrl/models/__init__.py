@@ -33,7 +33,8 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
     try:
         model = build(spec, make_head(spec.action), options, torch_generator(seed, Stream.INITIALISATION))
         model.bf16 = options.precision == "bf16"
-        model.row_bytes = widest_row(model, blank_observations(spec))
+        model.blank = blank_observations(spec)
+        model.row_bytes = widest_row(model, model.blank)
         if model.bf16:
             exact = options.model_copy(update={"precision": "float32"})
             twin = build(spec, make_head(spec.action), exact, torch_generator(seed, Stream.INITIALISATION))

@@ -49,6 +49,8 @@ class ActorCritic(nn.Module):
         """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
         self.bf16 = False
         """Whether the trunk computes in bfloat16; policy and value don't. ``build_model`` sets it."""
+        self.blank = torch.empty(0)
+        """A few observations [B, *obs] of zeros, to see what the network does; ``build_model`` sets it."""
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian):
             self.log_std = nn.Parameter(torch.full((head.dimensions,), float(initial_log_std)))
