@@ -284,10 +284,22 @@ def decompose(block: Block) -> None:
         (block.inputs, block.inputs_values, block.inputs_basis),
         (block.outputs, block.outputs_values, block.outputs_basis),
     ):
-        found, vectors = torch.linalg.eigh(factor)
+        found, vectors = eigen(factor)
         # A second moment has no negative eigenvalue but for rounding.
         values.copy_(found.clamp_(min=0.0))
         basis.copy_(vectors)
+
+
+def eigen(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues [D] and eigenvectors [D, D] of a symmetric ``factor`` [D, D].
+
+    LAPACK's float32 gives up on some factors of few rows, most of whose eigenvalues are 0 (seen with D = 3,137, from 64
+    frames of Pong): those take float64, and three times as long.
+    """
+    try:
+        return torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        return torch.linalg.eigh(factor.double())
 
 
 def precondition(block: Block, damping: float) -> None:

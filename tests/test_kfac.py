@@ -324,6 +324,30 @@ def test_a_singular_factor_is_damped():
     torch.testing.assert_close(block.layer.bias.grad, torch.full_like(block.layer.bias, 4.0))
 
 
+def test_a_factor_that_float32_gives_up_on_is_decomposed_in_float64(monkeypatch):
+    obs = normal(4, 3)
+    ours, plain = (kfac.make_blocks(on(nn.Flatten(), 3, obs))[0] for _ in range(2))
+    rows = normal(9, 4)
+    for block in (ours, plain):
+        block.inputs.copy_(rows.T @ rows)
+    kfac.decompose(plain)
+    eigh, asked = torch.linalg.eigh, []
+
+    def gives_up(factor):
+        asked.append(factor.dtype)
+        if factor.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return eigh(factor)
+
+    monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+    kfac.decompose(ours)
+    assert asked == [torch.float32, torch.float64] * 2
+    for block in (ours, plain):
+        again = block.inputs_basis @ torch.diag(block.inputs_values) @ block.inputs_basis.T
+        torch.testing.assert_close(again, rows.T @ rows, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.inputs_values, plain.inputs_values, rtol=1e-4, atol=1e-4)
+
+
 def test_running_factors():
     obs = normal(4, 3)
     block = kfac.make_blocks(on(nn.Flatten(), 3, obs))[0]
