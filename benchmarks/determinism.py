@@ -47,7 +47,12 @@ OF_ENV: dict[str, dict[str, Any]] = {
     # So large that what was learned shows in the actions of the few intervals
     "gfootball": {"learning_rate": 3e-3},
 }
-OF_ALGORITHM: dict[str, dict[str, Any]] = {"ppo": {"epochs": 2, "minibatches": 4}, "impala": {"minibatches": 2}}
+OF_ALGORITHM: dict[str, dict[str, Any]] = {
+    "ppo": {"epochs": 2, "minibatches": 4},
+    "impala": {"minibatches": 2},
+    # Natural steps from two decompositions of the factors, in a trust region that lets them show in the actions
+    "acktr": {"cold_updates": 1, "kfac_interval": 2, "learning_rate": 100.0, "kl_clip": 0.1},
+}
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ TASKS = {
     "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-impala": Task("CartPole-v1", "impala", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "cartpole-acktr": Task("CartPole-v1", "acktr", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "football-empty-goal": Task(
         "gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True
     ),

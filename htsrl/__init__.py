@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "A2COptions": "htsrl.config",
+    "ACKTROptions": "htsrl.config",
     "AtariOptions": "htsrl.config",
     "Config": "htsrl.config",
     "ConfigError": "htsrl.errors",
@@ -50,6 +51,7 @@ __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
     from htsrl.config import A2COptions as A2COptions
+    from htsrl.config import ACKTROptions as ACKTROptions
     from htsrl.config import AtariOptions as AtariOptions
     from htsrl.config import Config as Config
     from htsrl.config import FootballOptions as FootballOptions

@@ -209,7 +209,37 @@ class IMPALAOptions(AlgorithmOptions):
     """ε of the optimizer."""
 
 
-ALGORITHMS: dict[str, type[AlgorithmOptions]] = {"ppo": PPOOptions, "a2c": A2COptions, "impala": IMPALAOptions}
+class ACKTROptions(AlgorithmOptions):
+    """Actor-critic with a natural gradient by K-FAC (Wu et al. 2017): one step per interval."""
+
+    learning_rate: PositiveFloat = 0.25
+    """Largest step along the natural gradient, at the start."""
+    gae_lambda: Fraction = 1.0
+    """λ of generalised advantage estimation; 1 gives n-step returns."""
+    normalize_advantage: bool = False
+    """Whiten advantages within the batch."""
+    kl_clip: PositiveFloat = 0.001
+    """δ of the trust region: no step changes the policy (or value) by more nats, as far as the Fisher matrix tells."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Each step is averaged with those before it, which keep this weight; the paper's 0.9 is too much for 'hts'."""
+    damping: PositiveFloat = 0.01
+    """λ that is added to every eigenvalue of the Fisher matrix."""
+    factor_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.99
+    """Smoothing of the Fisher matrix's factors over updates."""
+    kfac_interval: PositiveInt = 10
+    """Updates between two decompositions of the factors."""
+    cold_updates: NonNegativeInt = 10
+    """Updates at the start that only gather factors and step along the plain gradient."""
+    cold_learning_rate: PositiveFloat = 1e-3
+    """Step size of those."""
+
+
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
+    "ppo": PPOOptions,
+    "a2c": A2COptions,
+    "impala": IMPALAOptions,
+    "acktr": ACKTROptions,
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ shared
@@ -365,7 +395,7 @@ class Config(Section, Generic[E, H]):
     """One training run. ``Config[AtariOptions, PPOOptions]`` is PPO on Atari, and so on."""
 
     algo: str = "ppo"
-    """Algorithm: ppo, a2c or impala."""
+    """Algorithm: ppo, a2c, impala or acktr."""
     env: str = "gfootball"
     """Environment: gfootball, gfootball:SCENARIO, atari:Pong, ALE/Pong-v5, any Gymnasium id, module:Id-v0."""
     total_steps: PositiveInt = 1_000_000
@@ -423,6 +453,26 @@ class Config(Section, Generic[E, H]):
                 raise refused(
                     f"`minibatches` must divide `num_envs` = {envs}, the sequences of an interval, got {parts}; "
                     f"nearest that fit: {_nearest_divisors(envs, parts)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _acktr_is_exact(self) -> Config[E, H]:
+        if isinstance(self.algorithm, ACKTROptions):
+            if self.network.precision != "float32":
+                raise refused(
+                    "`algo` acktr needs `precision` float32: the Fisher matrix's small eigenvalues would be lost, got "
+                    f"{self.network.precision}"
+                )
+            if self.runtime.schedule == "async":
+                raise refused(
+                    "`algo` acktr is for `schedule` hts and sync: its trust region starts at the policy that acted, "
+                    "and in an async run there are several"
+                )
+            if self.runtime.delay != "gradient":
+                raise refused(
+                    f"`algo` acktr needs `delay` gradient: its trust region starts at the policy that acted, got "
+                    f"{self.runtime.delay}"
                 )
         return self
 

@@ -17,6 +17,7 @@ from htsrl.config import AnyConfig, OutputOptions
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import ConfigError, NonFinite
 from htsrl.failure import save_failure
+from htsrl.learner import make_algorithm
 from htsrl.logfiles import rewind
 from htsrl.models import FlatParameters, build_model
 from htsrl.processes import RUN_SIGNALS
@@ -64,7 +65,7 @@ def train(config: AnyConfig) -> Result:
     """
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
-    build_model(spec, config.network, config.seed)  # a network that doesn't fit is refused before anything is written
+    trainable_parameters(config, spec)  # what doesn't fit is refused before anything is written
     refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
     with writing(run_dir / CONFIG):
@@ -146,7 +147,7 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     config = resolve(config, spec)
     weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
     try:
-        FlatParameters(build_model(spec, config.network, config.seed)).load(weights)
+        trainable_parameters(config, spec).load(weights)
     except ValueError as error:
         raise ConfigError(f"the weights of {source} don't fit the new run's network: {error}") from None
     refuse_unwritable(config.output.trace, config.output.run_dir)
@@ -160,6 +161,14 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
             (run_dir / INITIAL).unlink()  # without it, this folder is as unused as before
             raise
     return _execute(config, spec, run_dir, None)
+
+
+def trainable_parameters(config: AnyConfig, spec: EnvSpec) -> FlatParameters:
+    """The initial parameters of the run's network; ConfigError where it doesn't fit environment or algorithm."""
+    model = build_model(spec, config.network, config.seed)
+    parameters = FlatParameters(model)
+    make_algorithm(config, model, parameters)
+    return parameters
 
 
 def _execute(

@@ -7,14 +7,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from htsrl.config import A2COptions, AnyConfig, IMPALAOptions, PPOOptions
+from htsrl.config import A2COptions, ACKTROptions, AnyConfig, IMPALAOptions, PPOOptions
 from htsrl.learner.a2c import A2C
+from htsrl.learner.acktr import ACKTR
 from htsrl.learner.impala import IMPALA
 from htsrl.learner.ppo import PPO
 from htsrl.learner.rollout import Rollout
 from htsrl.models import ActorCritic, FlatParameters
 
-__all__ = ["A2C", "IMPALA", "PPO", "Algorithm", "Rollout", "make_algorithm"]
+__all__ = ["A2C", "ACKTR", "IMPALA", "PPO", "Algorithm", "Rollout", "make_algorithm"]
 
 
 class Algorithm(Protocol):
@@ -35,12 +36,17 @@ class Algorithm(Protocol):
 
 
 def make_algorithm(config: AnyConfig, model: ActorCritic, parameters: FlatParameters) -> Algorithm:
-    """The algorithm of ``config``, which will update ``parameters`` of ``model``, on whatever device they are."""
+    """The algorithm of ``config``, which will update ``parameters`` of ``model``, on whatever device they are.
+
+    ConfigError where it can't train ``model``.
+    """
     options = config.algorithm
     if isinstance(options, A2COptions):
         return A2C(options, model, parameters, importance=config.runtime.delay == "importance")
     if isinstance(options, IMPALAOptions):
         return IMPALA(options, model, parameters)
+    if isinstance(options, ACKTROptions):
+        return ACKTR(options, model, parameters)
     if isinstance(options, PPOOptions):
         return PPO(options, model, parameters)
     raise TypeError(f"no algorithm takes {type(options).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,24 +20,27 @@ Loss = Callable[[torch.Tensor, torch.Tensor, Rows], tuple[torch.Tensor, torch.Te
 
 
 def accumulate_gradient(
-    model: ActorCritic, parameters: FlatParameters, batch: Batch, rows: Rows, loss: Loss
+    model: ActorCritic, parameters: FlatParameters, batch: Batch, rows: Rows, loss: Loss | Sequence[Loss]
 ) -> torch.Tensor:
     """Leave the gradient of ``loss`` over ``rows`` [M] in ``parameters.vector.grad``; returns the loss's terms [terms].
 
     ``loss(params [M, P], value [M], rows)`` gives the scalar to descend and its terms for the records, all of them sums
     over rows, so that the gradient may be added up over pieces of rows: one after the other, and side by side in the
     threads of ``parameters.shards``. Which piece is whose, and the order of the sum, depend on nothing but sizes.
+
+    A loss that adds up something of its own comes as one for each of ``parameters.parts``, which gets that part's
+    pieces one after the other, each in the thread that made its forward pass.
     """
 
-    def forward(piece: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(piece: Rows, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         params, value = model(batch.obs.index_select(0, piece.index))
         return loss(params, value, piece)
 
-    def work(shard: Shard, pieces: list[Rows]) -> list[torch.Tensor]:
+    def work(shard: Shard, pieces: list[Rows], loss: Loss) -> list[torch.Tensor]:
         shard.grad.zero_()
         terms = []
         for piece in pieces:
-            scalar, piece_terms = forward(piece)
+            scalar, piece_terms = forward(piece, loss)
             parts = torch.autograd.grad(scalar, parameters.tensors, allow_unused=True)
             for view, part in zip(shard.views, parts, strict=True):
                 if part is not None:
@@ -46,11 +49,13 @@ def accumulate_gradient(
         return terms
 
     total = gradient(parameters)
-    shards = parameters.shards
-    pieces = list(rows.pieces(piece_rows(model.row_bytes, batch.obs.device), len(shards) or 1))
+    shards, count = parameters.shards, parameters.parts
+    losses = loss if isinstance(loss, Sequence) else [loss] * count
+    assert len(losses) == count
+    pieces = list(rows.pieces(piece_rows(model.row_bytes, batch.obs.device), count))
     if shards:
-        threads = workers(len(shards))
-        parts = [threads.submit(work, shard, pieces[k :: len(shards)]) for k, shard in enumerate(shards)]
+        threads = workers(count)
+        parts = [threads.submit(work, shard, pieces[k::count], losses[k]) for k, shard in enumerate(shards)]
         terms = [term for part in parts for term in part.result()]
         torch.add(shards[0].grad, shards[1].grad, out=total)
         for shard in shards[2:]:
@@ -59,7 +64,7 @@ def accumulate_gradient(
         total.zero_()
         terms = []
         for piece in pieces:
-            scalar, piece_terms = forward(piece)
+            scalar, piece_terms = forward(piece, losses[0])
             scalar.backward()
             terms.append(piece_terms)
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
@@ -76,11 +81,15 @@ def workers(count: int) -> ThreadPoolExecutor:
 
 
 def clip_gradient(parameters: FlatParameters, max_norm: float) -> torch.Tensor:
-    """Scale the gradient down to ``max_norm`` where its norm is larger; returns the norms before and after, [2].
+    """Clip the whole gradient by :func:`clip_norm`; returns the norms before and after, [2]."""
+    return clip_norm(gradient(parameters), max_norm)
 
-    A gradient that is not finite stays as it is, to be looked at: scaling would turn all of it into zeros and NaN.
+
+def clip_norm(vector: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale ``vector`` down to ``max_norm`` in place where its norm is larger; returns the norms before and after, [2].
+
+    A vector that is not finite stays as it is, to be looked at: scaling would turn all of it into zeros and NaN.
     """
-    vector = gradient(parameters)
     before = torch.linalg.vector_norm(vector)
     vector.mul_(torch.where(before.isfinite(), (max_norm / (before + 1e-6)).clamp(max=1.0), 1.0))
     return torch.stack((before, torch.linalg.vector_norm(vector)))

@@ -105,10 +105,16 @@ def test_settings_have_one_home_each() -> None:
             {"num_envs": 3, "sync_interval": 1, "minibatches": 50},
             "minibatches must divide num_envs x sync_interval = 3 x 1 = 3, got 50; nearest that fit: 3",
         ),
-        ({"algo": "dqn"}, "algo must be one of ppo, a2c, impala, got dqn"),
+        ({"algo": "dqn"}, "algo must be one of ppo, a2c, impala, acktr, got dqn"),
         (
             {"algo": "impala", "minibatches": 3},
             "minibatches must divide num_envs = 16, the sequences of an interval, got 3; nearest that fit: 2 and 4",
+        ),
+        ({"algo": "acktr", "schedule": "async"}, "algo acktr is for schedule hts and sync: its trust region starts at"),
+        ({"algo": "acktr", "delay": "importance"}, "algo acktr needs delay gradient: its trust region starts at"),
+        (
+            {"algo": "acktr", "precision": "bf16"},
+            "algo acktr needs precision float32: the Fisher matrix's small eigenvalues would be lost, got bf16",
         ),
         ({"algo": "impala", "rho_clip": 0}, "rho_clip must be greater than 0, got 0"),
         ({"algo": "a2c", "clip_range": 0.1}, "clip_range is a setting of ppo, and this run uses a2c"),
@@ -243,7 +249,7 @@ def test_what_a_preset_sets_can_be_off_in_a_file(tmp_path: Path) -> None:
         ("[zzz]\nnum_envs = 4", "[zzz] in {} is not known; the tables are [algorithm], [environment], [network],"),
         ("runtime = 4", "runtime in {} must be a table, [runtime], got 4"),
         ('algo = "a2c"\n[algorithm]\nepochs = 4', "algorithm.epochs in {} is a setting of ppo, and this run uses a2c"),
-        ('algo = "dqn"', "algo in {} must be one of ppo, a2c, impala, got dqn"),
+        ('algo = "dqn"', "algo in {} must be one of ppo, a2c, impala, acktr, got dqn"),
         (
             "[environment]\nsticky_actions = 0.1",
             "environment.sticky_actions in {} is a setting of Atari environments, and gfootball is a football one",

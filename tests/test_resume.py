@@ -74,7 +74,7 @@ def interrupted(run_dir, after, **settings):
 
 def settings_for(algo="ppo", **settings):
     """SMALL, as far as the algorithm knows it, with ``settings`` on top."""
-    foreign = ("minibatches", "epochs") if algo == "a2c" else ()
+    foreign = () if algo == "ppo" else ("minibatches", "epochs")
     return {name: value for name, value in SMALL.items() if name not in foreign} | {"algo": algo} | settings
 
 

@@ -35,7 +35,8 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
         model = build(spec, make_head(spec.action, options), options, torch_generator(seed, Stream.INITIALISATION))
         model.bf16 = options.precision == "bf16"
         model.mask = None if spec.mask is None else spec.mask.bytes
-        model.row_bytes = widest_row(model, blank_observations(spec))
+        model.blank = blank_observations(spec)
+        model.row_bytes = widest_row(model, model.blank)
         if model.bf16:
             exact = options.model_copy(update={"precision": "float32"})
             twin = build(spec, make_head(spec.action, exact), exact, torch_generator(seed, Stream.INITIALISATION))

@@ -55,6 +55,8 @@ class FlatParameters:
         self.tensors = [parameter for _, parameter in parameters]
         """Every parameter, in name order."""
         self.shards = [Shard(self.tensors, self.vector) for _ in range(shards)] if gradients and shards > 1 else []
+        self.parts = len(self.shards) or 1
+        """How many parts a minibatch's gradient is computed in."""
 
     def __len__(self) -> int:
         return self.vector.numel()

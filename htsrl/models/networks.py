@@ -51,6 +51,8 @@ class ActorCritic(nn.Module):
         """Whether the trunk computes in bfloat16; policy and value don't. ``build_model`` sets it."""
         self.mask: slice | None = None
         """Where in packed observations the action mask is; ``build_model`` sets it."""
+        self.blank = torch.empty(0)
+        """A few observations [B, *obs] of zeros, to see what the network does; ``build_model`` sets it."""
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian) and head.state_dependent:
             last = policy[-1] if isinstance(policy, nn.Sequential) else policy
