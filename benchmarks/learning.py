@@ -65,6 +65,7 @@ class Task:
 IMPORTANCE = {"delay": "importance"}
 TASKS = {
     "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "cartpole-batchppo": Task("CartPole-v1", "batchppo", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-impala": Task("CartPole-v1", "impala", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-acktr": Task("CartPole-v1", "acktr", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
@@ -87,6 +88,10 @@ TASKS = {
     ),
     "pendulum-ppo": Task("Pendulum-v1", "ppo", 300_000, "return", -250.0, (-1000.0, -500.0, -250.0), False),
     "halfcheetah-ppo": Task("HalfCheetah-v5", "ppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
+    "halfcheetah-batchppo": Task(
+        "HalfCheetah-v5", "batchppo", 1_000_000, "return", 2000.0, (500.0, 1000.0, 2000.0), False
+    ),
+    "hopper-batchppo": Task("Hopper-v5", "batchppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
     # The paper's central claim: what stale policies cost, and that it grows with the time that learning takes. Systems
     # without a barrier let trajectories wait; here sixteen for each replica.
     "cartpole-fast-learner": Task(

@@ -47,7 +47,7 @@ Environments:
   gfootball, gfootball:SCENARIO    Google Research Football
   atari:Pong, ALE/Pong-v5          Atari games
   CartPole-v1, HalfCheetah-v5      any Gymnasium id; module:Id-v0 for your own
-Algorithms: ppo, a2c, impala, acktr
+Algorithms: ppo, batchppo, a2c, impala, acktr
 
 `htsrl COMMAND --help` says more. `htsrl train --env ENV --algo ALGO --help`
 lists every setting, with the defaults for that environment and algorithm."""

@@ -159,15 +159,69 @@ class PPOOptions(AlgorithmOptions):
     """Passes over each interval's data."""
     minibatches: PositiveInt = 4
     """Gradient steps per pass."""
-    clip_range: PositiveFloat = 0.2
-    """ε: how far the probability ratio may move before its gradient is cut."""
+    batched_by: Literal["steps", "episodes"] = "steps"
+    """What counts alike in a minibatch's means: every step, or every episode (its part in this interval)."""
+    clip_range: PositiveFloat | None = 0.2
+    """ε: how far the probability ratio may move before its gradient is cut; none doesn't cut it."""
     clip_value: PositiveFloat | None = None
     """Clip the value function's change to this range; off by default."""
     normalize_advantage: bool = True
     """Whiten advantages within each minibatch."""
     target_kl: PositiveFloat | None = None
     """Skip the remaining epochs once the mean KL divergence exceeds 1.5 times this."""
+    kl_penalty: PositiveFloat | None = None
+    """Initial weight of a penalty on the KL divergence; it adapts to `kl_penalty_target`. Off by default."""
+    kl_penalty_target: PositiveFloat = 0.01
+    """Mean KL divergence that an update should make: beyond 1.3 times it the penalty grows, below 0.7 it falls."""
+    kl_cutoff: PositiveFloat = 2.0
+    """From this many times the target on, the square of the excess is penalised, too."""
+    kl_cutoff_coef: NonNegativeFloat = 1000.0
+    """Weight of that square."""
+    normalize_reward: bool = False
+    """Divide rewards by their running root mean square; clip at 10, and scale so that returns are of order 1."""
     adam_eps: PositiveFloat = 1e-5
+    """Adam's ε."""
+
+    @model_validator(mode="after")
+    def _penalty_settings_need_a_penalty(self) -> PPOOptions:
+        for name in ("kl_penalty_target", "kl_cutoff", "kl_cutoff_coef"):
+            if self.kl_penalty is None and getattr(self, name) != PPOOptions.model_fields[name].default:
+                raise refused(f"`{name}` needs `kl_penalty`, the initial weight of the penalty that it shapes")
+        return self
+
+    @model_validator(mode="after")
+    def _something_holds_the_policy(self) -> PPOOptions:
+        if self.clip_range is None and self.kl_penalty is None and self.target_kl is None:
+            raise refused("`clip_range` none needs `kl_penalty` or `target_kl`: nothing else would hold the policy")
+        return self
+
+
+class BatchPPOOptions(PPOOptions):
+    """BatchPPO (Hafner et al. 2017): PPO held by an adaptive KL penalty. The defaults are those of its code."""
+
+    learning_rate: PositiveFloat = 1e-4
+    """Step size at the start."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """'linear' falls to zero at the end of the step budget."""
+    discount: Fraction = 0.995
+    """γ."""
+    gae_lambda: Fraction = 1.0
+    """λ of generalised advantage estimation; 1 gives n-step returns."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    value_coef: NonNegativeFloat = 1.0
+    """Weight of the value loss."""
+    epochs: PositiveInt = 25
+    """Passes over each interval's data."""
+    minibatches: PositiveInt = 1
+    """Gradient steps per pass."""
+    clip_range: PositiveFloat | None = None
+    """ε: how far the probability ratio may move before its gradient is cut; none doesn't cut it."""
+    kl_penalty: PositiveFloat | None = 1.0
+    """Initial weight of a penalty on the KL divergence; it adapts to `kl_penalty_target`."""
+    normalize_reward: bool = True
+    """Divide rewards by their running root mean square; clip at 10, and scale so that returns are of order 1."""
+    adam_eps: PositiveFloat = 1e-8
     """Adam's ε."""
 
 
@@ -236,6 +290,7 @@ class ACKTROptions(AlgorithmOptions):
 
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
     "ppo": PPOOptions,
+    "batchppo": BatchPPOOptions,
     "a2c": A2COptions,
     "impala": IMPALAOptions,
     "acktr": ACKTROptions,
@@ -265,6 +320,8 @@ class NetworkOptions(Section):
     """The network gives the standard deviations of continuous actions, e^-5 to e^2; else they are free parameters."""
     squash_actions: bool = False
     """tanh brings continuous actions between their bounds; else they are clipped to them."""
+    normalize_obs: bool = False
+    """Centre and scale vector observations by the statistics of all intervals so far, and clip them at 5."""
     precision: Literal["float32", "bf16"] = "float32"
     """'bf16' computes image networks in bfloat16: faster, just as reproducible; parameters and losses stay float32."""
 
@@ -395,7 +452,7 @@ class Config(Section, Generic[E, H]):
     """One training run. ``Config[AtariOptions, PPOOptions]`` is PPO on Atari, and so on."""
 
     algo: str = "ppo"
-    """Algorithm: ppo, a2c, impala or acktr."""
+    """Algorithm: ppo, batchppo, a2c, impala or acktr."""
     env: str = "gfootball"
     """Environment: gfootball, gfootball:SCENARIO, atari:Pong, ALE/Pong-v5, any Gymnasium id, module:Id-v0."""
     total_steps: PositiveInt = 1_000_000

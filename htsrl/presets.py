@@ -152,7 +152,39 @@ MUJOCO_PPO: Preset = {
     "entropy_coef": 0.0,
 }
 
+# The settings of the code published with BatchPPO (Hafner et al. 2017), but for the size of updates: there one is of 30
+# or 60 whole episodes, up to 60,000 steps, which the gradient of all of them moves 25 times, with budgets of 10 million
+# steps and more. These learn from less at a time and more often, with larger steps that end at 0.
+VECTOR_BATCHPPO: Preset = {
+    "num_envs": 16,
+    "sync_interval": 128,
+    "learning_rate": 3e-4,
+    "lr_schedule": "linear",
+    "gae_lambda": 0.95,
+    "epochs": 10,
+    "minibatches": 16,
+    "hidden_sizes": (200, 100),
+    "activation": "relu",
+    "initial_log_std": -1.0,
+    "normalize_obs": True,
+}
+IMAGE_BATCHPPO: Preset = {
+    # Nothing was published for images, whose scale is known.
+    "num_envs": 16,
+    "sync_interval": 128,
+    "learning_rate": 2.5e-4,
+    "discount": 0.99,
+    "gae_lambda": 0.95,
+    "entropy_coef": 0.01,
+    "epochs": 4,
+    "minibatches": 8,
+}
+
 PRESETS: dict[tuple[str, str], Preset] = {
+    ("football", "batchppo"): IMAGE_BATCHPPO | {"total_steps": 200_000, "discount": 0.993, "entropy_coef": 0.003},
+    ("atari", "batchppo"): IMAGE_BATCHPPO | {"total_steps": 10_000_000},
+    ("gymnasium", "batchppo"): VECTOR_BATCHPPO,
+    ("synthetic", "batchppo"): VECTOR_BATCHPPO,
     ("football", "ppo"): FOOTBALL_PPO,
     ("football", "a2c"): FOOTBALL_A2C,
     ("football", "impala"): FOOTBALL_IMPALA,
@@ -225,6 +257,21 @@ ENVIRONMENT_PRESETS: dict[tuple[str, str], Preset] = {
     ("Hopper-v5", "ppo"): MUJOCO_PPO,
     ("Walker2d-v5", "ppo"): MUJOCO_PPO,
     ("Ant-v5", "ppo"): MUJOCO_PPO,
+    # Horizon and passes are those of ppo.
+    ("CartPole-v1", "batchppo"): {
+        "total_steps": 400_000,
+        "learning_rate": 1e-3,
+        "discount": 0.98,
+        "gae_lambda": 0.9,
+        "epochs": 8,
+        "minibatches": 4,
+    },
+    ("Pendulum-v1", "batchppo"): {"total_steps": 300_000, "discount": 0.9},
+    # The published horizons; a tenth of the published budgets is enough.
+    ("HalfCheetah-v5", "batchppo"): {"total_steps": 1_000_000, "discount": 0.99},
+    ("Walker2d-v5", "batchppo"): {"total_steps": 1_000_000},
+    ("Hopper-v5", "batchppo"): {"total_steps": 1_000_000},
+    ("Humanoid-v5", "batchppo"): {"total_steps": 10_000_000, "num_envs": 32, "minibatches": 32},
 }
 
 

@@ -129,7 +129,7 @@ class Run:
         self.layout = layout_for(config, spec)
         if checkpoint is None and (run_dir / INITIAL).exists():
             try:
-                self.learner.start_from(load_checkpoint(run_dir / INITIAL).group("parameters"))
+                self.learner.start_from(load_checkpoint(run_dir / INITIAL).group)
             except ValueError as error:
                 raise ConfigError(f"{run_dir / INITIAL} doesn't fit this run's network: {error}") from None
         if checkpoint is not None:
@@ -465,7 +465,7 @@ class Run:
             "actors": str(layout.num_actors),
             "device": self.config.runtime.device,
             "learner threads": str(self.config.runtime.learner_threads),
-            "parameters": f"{len(self.learner.parameters):,}",
+            "parameters": f"{self.learner.parameters.vector.numel():,}",
             "shared memory": f"{total_bytes(self.arena.fields) / 2**20:.0f} MiB",
         }
 

@@ -51,6 +51,8 @@ FREE_SETTINGS = frozenset(
         "tensorboard", "record_digests", "progress", "trace", "trace_after", "trace_intervals",
     }
 )  # fmt: skip
+# What a forked run goes on from: weights, and the statistics by which they want their observations normalised.
+CARRIED = ("parameters", "moments")
 NO_CHANGES = Layer({}, str)
 # A timeline is of one command: a resumed run makes another only if it is told to.
 NO_TRACE = {name: OutputOptions.model_fields[name].default for name in ("trace", "trace_after", "trace_intervals")}
@@ -145,14 +147,15 @@ def fork(source: Path, changes: Layer = NO_CHANGES) -> Result:
     refuse_code_in(source, config.env, config.network.network)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
-    weights = load_checkpoint(newest_checkpoint(source)).group("parameters")
+    checkpoint = load_checkpoint(newest_checkpoint(source))
+    weights = checkpoint.group("parameters")
     try:
         trainable_parameters(config, spec).load(weights)
     except ValueError as error:
         raise ConfigError(f"the weights of {source} don't fit the new run's network: {error}") from None
     refuse_unwritable(config.output.trace, config.output.run_dir)
     run_dir = create_run_dir(config)
-    named = {f"parameters/{name}": array for name, array in weights.items()}
+    named = {f"{group}/{name}": each for group in CARRIED for name, each in checkpoint.group(group).items()}
     with writing(run_dir):
         write_checkpoint(run_dir / INITIAL, Checkpoint(named, {"forked_from": str(source)}))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from htsrl.errors import NonFinite
 from htsrl.learner import make_algorithm
 from htsrl.learner.allocator import keep_freed_memory
 from htsrl.learner.delayed import delayed_update, update_at_newest
+from htsrl.learner.moments import Moments
 from htsrl.learner.rollout import Rollout
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
@@ -43,21 +45,24 @@ class Learner:
         shards = threads if device.type == "cpu" and threads != "auto" else 1
         self.parameters = FlatParameters(self.model, shards=shards)
         self.algorithm = make_algorithm(config, self.model, self.parameters)
+        self.moments = Moments.empty(math.prod(spec.observation_shape)) if config.network.normalize_obs else None
+        """Of all observations that were learned from, if the policy normalises them."""
         self.version = 0
-        self.newest = self.parameters.vector.clone()
-        """θ_version [P]"""
+        self.newest = self.parameters.state.clone()
+        """θ_version [P + S], with the normalisation of observations that it is used with."""
         self.behaviour = self.newest.clone()
-        """θ_{version - lag} [P]: collected the storage that is learned from next."""
+        """θ_{version - lag} [P + S]: collected the storage that is learned from next."""
 
     def warm_up(self) -> None:
         """The first interval has nothing to learn from: θ_1 = θ_0."""
         if self.lag:
             self.version += 1
 
-    def start_from(self, weights: dict[str, np.ndarray]) -> None:
-        """Use these parameters, by name, as θ_0."""
-        self.parameters.load(weights)
-        self.newest = self.behaviour = self.parameters.vector.clone()
+    def start_from(self, tensors: Callable[[str], dict[str, np.ndarray]]) -> None:
+        """Use ``tensors("parameters")`` as θ_0, and go on counting the observations of ``tensors("moments")``."""
+        self.parameters.load(tensors("parameters"))
+        self.newest = self.behaviour = self.parameters.state.clone()
+        self._load_moments(tensors("moments"))
 
     def learn(self, storage: Any, progress: float) -> dict[str, float]:
         """Make θ_{version+1} from one full storage; returns the algorithm's metrics.
@@ -73,7 +78,7 @@ class Learner:
         metrics: dict[str, float] = {}
         start = self.behaviour if self.starts_behind else self.newest
 
-        self.parameters.vector.copy_(self.behaviour)
+        self.parameters.state.copy_(self.behaviour)
         rollout = self._rollout(storage)
 
         def update() -> None:
@@ -82,16 +87,29 @@ class Learner:
 
         try:
             if self.starts_behind:
-                after = delayed_update(self.newest, self.behaviour, self.parameters.vector, update)
+                after = delayed_update(self.newest, self.behaviour, self.parameters.state, update)
             else:
-                after = update_at_newest(self.newest, self.parameters.vector, update)
+                after = update_at_newest(self.newest, self.parameters.state, update)
             self.behaviour, self.newest = (self.newest if self.lag else after), after
         except NonFinite as failure:
             failure.numbers |= {"interval": self.version - self.lag, "progress": progress}
             failure.tensors |= self._evidence(failure, start)
             raise
         self.version += 1
+        self._count_observations(storage)
         return metrics | {"policy_lag": policy_lag}
+
+    def _count_observations(self, storage: Any) -> None:
+        """Give θ_version the normalisation by all observations so far, those of ``storage`` included.
+
+        The storage's values and probabilities, bootstrap values too, are of the normalisation that came with the
+        behaviour parameters, for all rows alike; so are the gradients of an update that starts at those.
+        """
+        if self.moments is not None:
+            rows = storage.obs[:-1][storage.valid]
+            self.moments.add(rows.reshape(len(rows), -1))
+            constants = np.concatenate(self.moments.centre_and_scale())
+            self.newest[len(self.parameters.vector) :] = torch.from_numpy(constants)
 
     def _policy_lag(self, storage: Any) -> float:
         """Updates between the parameters that acted and those that learn; the mean where that varies."""
@@ -108,8 +126,8 @@ class Learner:
         self.model.register_forward_pre_hook(lambda *_: check())
 
     def named(self, vector: torch.Tensor) -> dict[str, np.ndarray]:
-        """The parameters of ``vector`` [P] by name. Overwrites the model's, which every update sets anew."""
-        self.parameters.vector.copy_(vector)
+        """The parameters of ``vector`` [P + S] by name. Overwrites the model's, which every update sets anew."""
+        self.parameters.state.copy_(vector)
         return dict(self.parameters.items())
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -118,19 +136,25 @@ class Learner:
             **{f"parameters/{name}": array for name, array in self.named(self.newest).items()},
             **{f"behaviour/{name}": array for name, array in self.named(self.behaviour).items()},
             **{f"algorithm/{name}": tensor.cpu().numpy() for name, tensor in self.algorithm.state().items()},
+            **{f"moments/{name}": array for name, array in (self.moments.arrays() if self.moments else {}).items()},
         }
 
     def restore(self, tensors: Callable[[str], dict[str, np.ndarray]], version: int) -> None:
-        """Continue from ``tensors("parameters")``, ``"behaviour"`` and ``"algorithm"`` of a checkpoint."""
+        """Continue from ``tensors("parameters")``, ``"behaviour"``, ``"algorithm"``, ``"moments"`` of a checkpoint."""
         self.parameters.load(tensors("behaviour"))
-        self.behaviour = self.parameters.vector.clone()
+        self.behaviour = self.parameters.state.clone()
         self.parameters.load(tensors("parameters"))
-        self.newest = self.parameters.vector.clone()
+        self.newest = self.parameters.state.clone()
         self.algorithm.load_state({name: torch.from_numpy(a) for name, a in tensors("algorithm").items()})
+        self._load_moments(tensors("moments"))
         self.version = version
 
+    def _load_moments(self, arrays: dict[str, np.ndarray]) -> None:
+        if self.moments is not None:
+            self.moments = Moments.loaded(arrays, len(self.moments.mean))
+
     def _evidence(self, failure: NonFinite, start: torch.Tensor) -> dict[str, np.ndarray]:
-        """What ``failure`` lacks: where its rows stand, and the state of an update that began at ``start`` [P].
+        """What ``failure`` lacks: where its rows stand, and the state of an update that began at ``start`` [P + S].
 
         After a step with a gradient that is not finite the state is worthless, and all of it but ``start`` left out.
         """

@@ -41,6 +41,13 @@ def log_ratio(log_prob: torch.Tensor, behaviour_log_prob: torch.Tensor) -> torch
     return (log_prob - behaviour_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """-mean of r A (Schulman et al. 2017, equation 6): nothing in it keeps the ratio r near 1."""
+    sizes: dict[str, int] = {}
+    check(sizes, "M", torch.float32, ratio, advantage, weight)
+    return (ratio * (-advantage * weight)).sum()
+
+
 def clipped_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, weight: torch.Tensor, clip_range: float
 ) -> torch.Tensor:
@@ -80,10 +87,12 @@ def approximate_kl(log_ratio: torch.Tensor, ratio: torch.Tensor, weight: torch.T
     return weighted_mean(ratio - 1.0 - log_ratio, weight)
 
 
-def clip_fraction(ratio: torch.Tensor, weight: torch.Tensor, clip_range: float) -> torch.Tensor:
-    """Share of rows whose ratio lies outside 1 ± ε."""
+def clip_fraction(ratio: torch.Tensor, weight: torch.Tensor, clip_range: float | None) -> torch.Tensor:
+    """Share of rows whose ratio lies outside 1 ± ε; 0 without ε."""
     sizes: dict[str, int] = {}
     check(sizes, "M", torch.float32, ratio, weight)
+    if clip_range is None:
+        return torch.zeros_like(weight).sum()
     return weighted_mean(((ratio - 1.0).abs() > clip_range).float(), weight)
 
 

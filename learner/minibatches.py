@@ -32,6 +32,8 @@ class Rows:
     """Under the behaviour parameters."""
     advantage: torch.Tensor
     value_target: torch.Tensor
+    behaviour: torch.Tensor
+    """[..., P] float32: the behaviour policy's distribution; P is 0 where the algorithm doesn't ask for it."""
 
     def minibatches(self) -> Iterator[Rows]:
         """The K minibatches of an epoch."""
@@ -60,6 +62,7 @@ class Batch:
     value: torch.Tensor
     advantage: torch.Tensor
     value_target: torch.Tensor
+    behaviour: torch.Tensor
     valid: np.ndarray
     """int64: the rows that are transitions, in order."""
     explained_variance: float
@@ -68,7 +71,7 @@ class Batch:
         """The rows of ``index`` [K, M] with their ``weight`` [K, M]."""
         device = self.action.device
         take = torch.from_numpy(index).to(device)
-        columns = (self.action, self.log_prob, self.value, self.advantage, self.value_target)
+        columns = (self.action, self.log_prob, self.value, self.advantage, self.value_target, self.behaviour)
         return Rows(take, torch.from_numpy(weight).to(device), *(column[take] for column in columns))
 
     def named(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -96,6 +99,7 @@ def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
         value=rollout.value[:-1].flatten(),
         advantage=torch.from_numpy(advantage.ravel()).to(device),
         value_target=torch.from_numpy(value_target.ravel()).to(device),
+        behaviour=rollout.reward.new_empty((reward.size, 0)),
         valid=np.flatnonzero(valid),
         explained_variance=explained_variance,
     )
@@ -114,6 +118,16 @@ def deal(rows: np.ndarray, minibatches: int, size: int) -> tuple[np.ndarray, np.
     index = rows[starts[:, None] + place % counts[:, None]]
     weight = np.where(place < counts[:, None], 1.0 / counts[:, None], 0.0)
     return index, weight.astype(np.float32)
+
+
+def per_episode(index: np.ndarray, weight: np.ndarray, episode_rows: np.ndarray) -> np.ndarray:
+    """``weight`` [K, M] of the rows ``index`` [K, M] in which each episode counts as much as any other, not each step.
+
+    ``episode_rows`` [R] float32 is how many transitions the episode of every row made in this interval. In a minibatch
+    that holds a share of an episode's rows, that share counts.
+    """
+    shared = weight / episode_rows[index]
+    return (shared / shared.sum(-1, keepdims=True)).astype(np.float32)
 
 
 def piece_rows(row_bytes: int, device: torch.device) -> int:

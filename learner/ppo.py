@@ -1,17 +1,25 @@
-"""Proximal policy optimisation (Schulman et al. 2017): epochs of clipped minibatch steps over one rollout."""
+"""Proximal policy optimisation (Schulman et al. 2017): epochs of minibatch steps over one rollout.
+
+What keeps the policy near the one that acted is a clipped ratio, or BatchPPO's adaptive KL penalty (Hafner et al. 2017,
+TensorFlow Agents), or both. BatchPPO is this algorithm with other settings: see ``htsrl.config.BatchPPOOptions``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from htsrl.config import PPOOptions
-from htsrl.learner import losses
+from htsrl.learner import losses, returns
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
-from htsrl.learner.minibatches import Rows, deal, make_batch
+from htsrl.learner.kl import adapted, kl_penalty
+from htsrl.learner.minibatches import Batch, Rows, deal, make_batch, per_episode, piece_rows
+from htsrl.learner.moments import Moments
 from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, set_learning_rate
+from htsrl.learner.rewards import normalized
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
@@ -22,7 +30,10 @@ TERMS = ("total", "policy", "value", "entropy", "kl", "clip_fraction")
 
 
 class PPO:
-    """Adam's state, and the update that moves ``parameters`` away from those that collected a rollout."""
+    """Adam's state, and the update that moves ``parameters`` away from those that collected a rollout.
+
+    With them, where options ask for it, the weight of the KL penalty and the statistics of all rewards.
+    """
 
     def __init__(self, options: PPOOptions, model: ActorCritic, parameters: FlatParameters) -> None:
         self.options = options
@@ -30,6 +41,9 @@ class PPO:
         self.parameters = parameters
         self.optimizer = adam(parameters.vector, options.learning_rate, options.adam_eps)
         self.checks_every_step = not parameters.vector.is_cuda
+        self.penalty = options.kl_penalty
+        """β, of the next update."""
+        self.rewards = Moments.empty(1) if options.normalize_reward else None
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """All epochs' gradient steps on ``rollout``; ``progress`` in 0..1 is the used share of the step budget.
@@ -43,7 +57,14 @@ class PPO:
         set_learning_rate(self.optimizer, step_size)
 
         # Advantages and value targets, once, from the values that the behaviour parameters gave.
+        if self.rewards is not None:
+            reward, valid = rollout.reward.cpu().numpy(), rollout.valid.cpu().numpy()
+            scaled = torch.from_numpy(normalized(reward, valid, options.discount, self.rewards))
+            rollout = replace(rollout, reward=scaled.to(rollout.reward.device))
         batch = make_batch(rollout, options.discount, options.gae_lambda)
+        if self.penalty is not None:
+            batch = replace(batch, behaviour=self._policy(batch))
+        episode_rows = rows_of_episodes(rollout) if options.batched_by == "episodes" else None
         per_epoch = min(options.minibatches, len(batch.valid))
         size = -(-rollout.reward.numel() // options.minibatches)
         records: list[torch.Tensor] = []
@@ -52,7 +73,8 @@ class PPO:
         for epoch in range(options.epochs if per_epoch else 0):
             # Shuffle, and deal the rows out to minibatches of one fixed size.
             mark("shuffle", epoch)
-            rows = batch.rows(*deal(rng.permutation(batch.valid), per_epoch, size))
+            index, weight = deal(rng.permutation(batch.valid), per_epoch, size)
+            rows = batch.rows(index, weight if episode_rows is None else per_episode(index, weight, episode_rows))
             if options.normalize_advantage:
                 rows.advantage.copy_(losses.whiten(rows.advantage, rows.weight))
 
@@ -80,30 +102,85 @@ class PPO:
         for step, minibatch in enumerate(unchecked):
             rows_of = partial(batch.named, minibatch)
             require_finite(list(table[: step + 1]), TERMS, divmod(step, per_epoch), rows_of, stepped=True)
-        return {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
+        metrics = {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
+        return metrics | (self._adapt(batch, self.penalty) if self.penalty is not None and records else {})
+
+    def _policy(self, batch: Batch) -> torch.Tensor:
+        """The policy's distribution [R, P] in every row, invalid ones too, as many at once as a pass may take."""
+        size = piece_rows(self.model.row_bytes, batch.obs.device)
+        with torch.no_grad():
+            return torch.cat([self.model(obs)[0] for obs in batch.obs.split(size)])
+
+    def _adapt(self, batch: Batch, penalty: float) -> dict[str, float]:
+        """Fit β to how far this update has moved the policy, over all transitions; returns both.
+
+        Both policies are this update's, at its start and its end, whatever the delayed rule then makes of the step.
+        """
+        options = self.options
+        assert options.kl_penalty is not None
+        kl = self.model.head.kl(batch.behaviour, self._policy(batch)).cpu().numpy()
+        moved = float(kl[batch.valid].mean(dtype=np.float64))
+        self.penalty = adapted(penalty, moved, options.kl_penalty_target, options.kl_penalty)
+        return {"loss/kl_update": moved, "loss/kl_penalty": penalty}
 
     def _loss(self, params: torch.Tensor, value: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clipped surrogate + c_v value loss - c_e entropy (Schulman et al. 2017, equation 9), and TERMS."""
+        """Surrogate + c_v value loss - c_e entropy (Schulman et al. 2017, equations 8 and 9), and TERMS.
+
+        The surrogate is clipped, or penalised by the divergence, or both.
+        """
         options = self.options
         log_prob, entropy = self.model.head.log_prob_entropy(params, rows.action)
         log_ratio = losses.log_ratio(log_prob, rows.log_prob)
         ratio = log_ratio.exp()
-        policy = losses.clipped_surrogate(ratio, rows.advantage, rows.weight, options.clip_range)
+        if options.clip_range is None:
+            policy = losses.surrogate(ratio, rows.advantage, rows.weight)
+        else:
+            policy = losses.clipped_surrogate(ratio, rows.advantage, rows.weight, options.clip_range)
         error = losses.value_loss(value, rows.value_target, rows.value, rows.weight, options.clip_value)
         mean_entropy = losses.weighted_mean(entropy, rows.weight)
         total = policy + options.value_coef * error - options.entropy_coef * mean_entropy
+        if self.penalty is None:
+            kl = losses.approximate_kl(log_ratio.detach(), ratio.detach(), rows.weight)
+        else:
+            exact = self.model.head.kl(rows.behaviour, params)
+            cutoff = options.kl_cutoff * options.kl_penalty_target
+            total = total + kl_penalty(exact, rows.weight, self.penalty, cutoff, options.kl_cutoff_coef)
+            kl = losses.weighted_mean(exact.detach(), rows.weight)
         with torch.no_grad():
-            kl = losses.approximate_kl(log_ratio, ratio, rows.weight)
             clipped = losses.clip_fraction(ratio, rows.weight, options.clip_range)
             return total, torch.stack((total, policy, error, mean_entropy, kl, clipped))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Adam's moments and step count."""
-        return optimizer_state(self.optimizer)
+        """Adam's moments and step count, β, and the statistics of rewards; the last two where options ask for them."""
+        state = optimizer_state(self.optimizer)
+        if self.penalty is not None:
+            state["kl_penalty"] = torch.tensor(self.penalty, dtype=torch.float64)
+        if self.rewards is not None:
+            state |= {f"reward/{name}": torch.from_numpy(array) for name, array in self.rewards.arrays().items()}
+        return state
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what ``state`` returned."""
-        load_optimizer_state(self.optimizer, state)
+        """Go on from what ``state`` returned; ValueError where it is none of such an algorithm."""
+        rest = dict(state)
+        if self.penalty is not None:
+            self.penalty = loaded_penalty(rest.pop("kl_penalty", None))
+        if self.rewards is not None:
+            names = [name for name in rest if name.startswith("reward/")]
+            self.rewards = Moments.loaded({name.removeprefix("reward/"): rest.pop(name).numpy() for name in names}, 1)
+        load_optimizer_state(self.optimizer, rest)
+
+
+def loaded_penalty(tensor: torch.Tensor | None) -> float:
+    """β from a state; ValueError where that is none."""
+    if tensor is None or (tensor.dtype, tensor.shape) != (torch.float64, ()) or not 0.0 < float(tensor) < np.inf:
+        raise ValueError(f"this is no weight of a KL penalty: {tensor}")
+    return float(tensor)
+
+
+def rows_of_episodes(rollout: Rollout) -> np.ndarray:
+    """:func:`returns.episode_rows` of every row, [T * N]."""
+    flags = (rollout.terminated, rollout.truncated, rollout.valid)
+    return returns.episode_rows(*(x.cpu().numpy() for x in flags)).ravel()
 
 
 def _mean_kl(records: list[torch.Tensor]) -> float:

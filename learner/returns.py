@@ -111,6 +111,21 @@ def vtrace(
     return VTrace(value[:-1] + correction, advantage)
 
 
+def episode_rows(terminated: np.ndarray, truncated: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Of each row the number of transitions that its episode made in these T steps; [T, N] each, the result too.
+
+    Rows that are no transitions count nowhere; what stands there means nothing.
+    """
+    sizes: dict[str, int] = {}
+    check(sizes, "T N", f32, terminated, truncated, valid)
+    rows = np.empty_like(valid)
+    for n, column in enumerate(valid.T):
+        ended = (np.maximum(terminated[:, n], truncated[:, n]) * column) != 0.0
+        part = np.cumsum(ended) - ended  # which of the column's episodes a row belongs to
+        rows[:, n] = np.bincount(part, weights=column)[part]
+    return rows
+
+
 def explained_variance(target: np.ndarray, value: np.ndarray, valid: np.ndarray) -> float:
     """1 - Var[target - value] / Var[target] over valid rows, [T, N] each: 1 is perfect, 0 as good as the mean.
 

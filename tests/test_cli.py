@@ -102,8 +102,8 @@ def test_flags_override_the_file_and_the_file_the_preset(trained: list[AnyConfig
         ("--hidden-sizes", "--hidden-sizes needs a value"),
         ("--num-enws 4", "--num-enws is not known; did you mean --num-envs?"),
         ("--frobnicate", "--frobnicate is not known; `htsrl train --help` lists all settings"),
-        ("--algo dqn", "--algo must be one of ppo, a2c, impala, acktr, got dqn"),
-        ("--algo a2c --clip-range 0.1", "--clip-range is a setting of ppo, and this run uses a2c"),
+        ("--algo dqn", "--algo must be one of ppo, batchppo, a2c, impala, acktr, got dqn"),
+        ("--algo a2c --clip-range 0.1", "--clip-range is a setting of ppo and batchppo, and this run uses a2c"),
         ("--rmsprop-decay 0.9", "--rmsprop-decay is a setting of a2c and impala, and this run uses ppo"),
         (
             "--env CartPole-v1 --sticky-actions 0.25",

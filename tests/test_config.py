@@ -105,7 +105,7 @@ def test_settings_have_one_home_each() -> None:
             {"num_envs": 3, "sync_interval": 1, "minibatches": 50},
             "minibatches must divide num_envs x sync_interval = 3 x 1 = 3, got 50; nearest that fit: 3",
         ),
-        ({"algo": "dqn"}, "algo must be one of ppo, a2c, impala, acktr, got dqn"),
+        ({"algo": "dqn"}, "algo must be one of ppo, batchppo, a2c, impala, acktr, got dqn"),
         (
             {"algo": "impala", "minibatches": 3},
             "minibatches must divide num_envs = 16, the sequences of an interval, got 3; nearest that fit: 2 and 4",
@@ -117,7 +117,12 @@ def test_settings_have_one_home_each() -> None:
             "algo acktr needs precision float32: the Fisher matrix's small eigenvalues would be lost, got bf16",
         ),
         ({"algo": "impala", "rho_clip": 0}, "rho_clip must be greater than 0, got 0"),
-        ({"algo": "a2c", "clip_range": 0.1}, "clip_range is a setting of ppo, and this run uses a2c"),
+        ({"algo": "a2c", "clip_range": 0.1}, "clip_range is a setting of ppo and batchppo, and this run uses a2c"),
+        ({"kl_cutoff": 3.0}, "kl_cutoff needs kl_penalty, the initial weight of the penalty that it shapes"),
+        ({"kl_penalty": 0}, "kl_penalty must be greater than 0 or none, got 0"),
+        ({"clip_range": None}, "clip_range none needs kl_penalty or target_kl: nothing else would hold the policy"),
+        ({"algo": "batchppo", "kl_penalty": None}, "clip_range none needs kl_penalty or target_kl"),
+        ({"batched_by": "weeks"}, "batched_by must be one of steps, episodes, got weeks"),
         ({"sticky_actions": 0.1}, "sticky_actions is a setting of Atari environments, and CartPole-v1 is a Gymnasium"),
         ({"num_env": 3}, "num_env is not known; did you mean num_envs?"),
         ({"zzz": 3}, "zzz is not known; `htsrl train --help` lists all settings"),
@@ -173,7 +178,8 @@ def test_every_family_and_algorithm_has_a_valid_preset(family: str, algo: str) -
     assert type(config.algorithm) is ALGORITHMS[algo]
     for name, value in PRESETS[family, algo].items():
         if (ENVS[family], algo) not in ENVIRONMENT_PRESETS:
-            assert value in [getattr(section, name, None) for section in (config, config.algorithm, config.runtime)]
+            sections = (config, config.algorithm, config.runtime, config.network)
+            assert value in [getattr(section, name, None) for section in sections]
 
 
 @pytest.mark.parametrize(("env", "algo"), ENVIRONMENT_PRESETS)
@@ -248,8 +254,8 @@ def test_what_a_preset_sets_can_be_off_in_a_file(tmp_path: Path) -> None:
         ("[runtimes]\nnum_envs = 4", "[runtimes] in {} is not known; did you mean [runtime]?"),
         ("[zzz]\nnum_envs = 4", "[zzz] in {} is not known; the tables are [algorithm], [environment], [network],"),
         ("runtime = 4", "runtime in {} must be a table, [runtime], got 4"),
-        ('algo = "a2c"\n[algorithm]\nepochs = 4', "algorithm.epochs in {} is a setting of ppo, and this run uses a2c"),
-        ('algo = "dqn"', "algo in {} must be one of ppo, a2c, impala, acktr, got dqn"),
+        ('algo = "a2c"\n[algorithm]\nepochs = 4', "algorithm.epochs in {} is a setting of ppo and batchppo, and"),
+        ('algo = "dqn"', "algo in {} must be one of ppo, batchppo, a2c, impala, acktr, got dqn"),
         (
             "[environment]\nsticky_actions = 0.1",
             "environment.sticky_actions in {} is a setting of Atari environments, and gfootball is a football one",

@@ -336,15 +336,24 @@ def test_the_update_is_a_function_of_its_arguments():
         {"normalize_advantage": False},
         {"target_kl": 1e-9},
         {"adam_eps": 0.1},
+        {"batched_by": "episodes"},
+        {"normalize_reward": True},
+        {"kl_penalty": 10.0},
+        {"kl_penalty": 0.1, "kl_penalty_target": 1e-5},
+        {"kl_penalty": 0.1, "kl_cutoff": 1e-5},
+        {"kl_penalty": 0.1, "kl_cutoff": 1e-5, "kl_cutoff_coef": 3.0},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: next(reversed(change)),
 )
 def test_every_option_has_an_effect(change):
     assert set(PPOOptions.model_fields) == {
         "learning_rate", "lr_schedule", "discount", "gae_lambda", "entropy_coef", "value_coef", "max_grad_norm",
         "epochs", "minibatches", "clip_range", "clip_value", "normalize_advantage", "target_kl", "adam_eps",
+        "batched_by", "normalize_reward", "kl_penalty", "kl_penalty_target", "kl_cutoff", "kl_cutoff_coef",
     }  # fmt: skip
-    default, data = learner()
+    without = dict(change)
+    without.popitem()
+    default, data = learner(**without)
     changed, _ = learner(**change)
     default.update(data, 0.5, rng())
     changed.update(data, 0.5, rng())

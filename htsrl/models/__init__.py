@@ -15,6 +15,7 @@ from htsrl.models.custom import custom_network
 from htsrl.models.flat import FlatParameters
 from htsrl.models.heads import Head, make_head
 from htsrl.models.networks import ActorCritic, blank_observations, impala_cnn, mlp, nature_cnn, widest_row
+from htsrl.models.normalize import Normalize
 from htsrl.models.packed import packed_network, unpack
 from htsrl.rng import Stream, generator, torch_generator
 
@@ -34,6 +35,7 @@ def build_model(spec: EnvSpec, options: NetworkOptions, seed: int) -> ActorCriti
     try:
         model = build(spec, make_head(spec.action, options), options, torch_generator(seed, Stream.INITIALISATION))
         model.bf16 = options.precision == "bf16"
+        model.normalize = Normalize(spec.observation_shape) if options.normalize_obs else None
         model.mask = None if spec.mask is None else spec.mask.bytes
         model.blank = blank_observations(spec)
         model.row_bytes = widest_row(model, model.blank)
@@ -57,6 +59,11 @@ def _choose(spec: EnvSpec, options: NetworkOptions) -> Callable[..., ActorCritic
         raise ConfigError(
             f"precision bf16 pays for networks that read images, and the observations of {spec.env_id} are vectors: "
             "use float32"
+        )
+    if options.normalize_obs and spec.observation_kind != "vector":
+        raise ConfigError(
+            f"normalize_obs is for observations that are vectors, and those of {spec.env_id} are not: use "
+            "--no-normalize-obs"
         )
     if ":" in options.network:
         return custom_network

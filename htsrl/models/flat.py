@@ -29,12 +29,19 @@ class FlatParameters:
 
     Without gradients, the trunk of a model of ours that computes in bfloat16 has copies of that type, made once per
     :meth:`assign` instead of in every forward pass.
+
+    ``state`` [P + S] is ``vector`` and behind it the S numbers of the model's normalisation of observations, in name
+    order, 0 without one: what is published, saved and digested as the parameters, though no optimizer steps it.
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = True, shards: int = 1) -> None:
         parameters = sorted(model.named_parameters())
         total = sum(p.numel() for _, p in parameters)
-        self.vector = torch.empty(total, dtype=torch.float32, device=parameters[0][1].device)
+        normalize = getattr(model, "normalize", None)
+        constants = sorted(normalize.named_buffers(prefix="normalize")) if normalize is not None else []
+        size = total + sum(buffer.numel() for _, buffer in constants)
+        self.state = torch.empty(size, dtype=torch.float32, device=parameters[0][1].device)
+        self.vector = self.state[:total]
         grad = torch.zeros_like(self.vector) if gradients else None
         rounded = not gradients and getattr(model, "bf16", False) and not model.custom
         self._views: dict[str, torch.Tensor] = {}
@@ -52,6 +59,13 @@ class FlatParameters:
             parameter.requires_grad_(gradients)
             start += parameter.numel()
         self.vector.grad = grad
+        every = dict(self._views)
+        for name, buffer in constants:
+            view = self.state[start : start + buffer.numel()].view(buffer.shape)
+            view.copy_(buffer)
+            every[name] = buffer.data = view
+            start += buffer.numel()
+        self._every = dict(sorted(every.items()))
         self.tensors = [parameter for _, parameter in parameters]
         """Every parameter, in name order."""
         self.shards = [Shard(self.tensors, self.vector) for _ in range(shards)] if gradients and shards > 1 else []
@@ -59,16 +73,17 @@ class FlatParameters:
         """How many parts a minibatch's gradient is computed in."""
 
     def __len__(self) -> int:
-        return self.vector.numel()
+        """P + S."""
+        return self.state.numel()
 
-    def assign(self, vector: torch.Tensor) -> None:
-        """Set all parameters, from [P] float32 on any device."""
-        self.vector.copy_(vector)
+    def assign(self, state: torch.Tensor) -> None:
+        """Set all parameters, from [P + S] float32 on any device."""
+        self.state.copy_(state)
         self._round()
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
         """Name and C-contiguous copy of each parameter, in name order."""
-        for name, view in self._views.items():
+        for name, view in self._every.items():
             yield name, view.cpu().contiguous().numpy().copy()
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -82,12 +97,12 @@ class FlatParameters:
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set every parameter by name; ValueError where names, shapes or dtypes aren't exactly the model's."""
-        expected = {name: ("float32", *view.shape) for name, view in self._views.items()}
+        expected = {name: ("float32", *view.shape) for name, view in self._every.items()}
         got = {name: (str(a.dtype), *a.shape) for name, a in arrays.items()}
         if expected != got:
             wrong = sorted(set(expected.items()) ^ set(got.items()))
             raise ValueError(f"parameters don't fit the network: {wrong[:4]}")
-        for name, view in self._views.items():
+        for name, view in self._every.items():
             view.copy_(torch.from_numpy(arrays[name]))
         self._round()
 

@@ -58,6 +58,9 @@ class Head(Protocol):
     def log_prob_entropy(self, params: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both of the above from one normalisation: what a gradient step wants."""
 
+    def kl(self, before: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """KL(before ‖ params) [B] in nats, exact, of the distributions that both [B, P] describe."""
+
 
 def make_head(action: ActionSpec, options: NetworkOptions | None = None) -> Head:
     """The head that fits an action space; ``options`` choose between those for a box."""
@@ -117,6 +120,10 @@ class Categorical:
         log_probs = F.log_softmax(params, -1)
         return -F.nll_loss(log_probs, action, reduction="none"), _entropy(log_probs)
 
+    def kl(self, before: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        log_probs = F.log_softmax(before, -1)
+        return (log_probs.exp() * (log_probs - F.log_softmax(params, -1))).sum(-1)
+
 
 @dataclass(frozen=True)
 class MultiCategorical:
@@ -156,6 +163,10 @@ class MultiCategorical:
         ]
         return _sum(log_prob for log_prob, _ in components), _sum(entropy for _, entropy in components)
 
+    def kl(self, before: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.nvec, before.split(self.nvec, -1), params.split(self.nvec, -1), strict=True)
+        return _sum(Categorical(n).kl(old, new) for n, old, new in pairs)
+
 
 @dataclass(frozen=True)
 class Bernoulli:
@@ -193,6 +204,10 @@ class Bernoulli:
 
     def log_prob_entropy(self, params: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.log_prob(params, action), self.entropy(params)
+
+    def kl(self, before: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        yes = before.sigmoid() * (F.softplus(-params) - F.softplus(-before))
+        return (yes + (-before).sigmoid() * (F.softplus(params) - F.softplus(before))).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -249,6 +264,13 @@ class DiagonalGaussian:
 
     def log_prob_entropy(self, params: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.log_prob(params, action), self.entropy(params)
+
+    def kl(self, before: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """Squashed, the same: tanh is one to one, so that it tells the two policies no better and no worse apart."""
+        (mean_before, log_std_before), (mean, log_std) = self._split(before), self._split(params)
+        narrower = log_std_before - log_std
+        apart = (mean_before - mean) * torch.exp(-log_std)
+        return (0.5 * (torch.expm1(2.0 * narrower) + apart.square()) - narrower).sum(-1)
 
     def _split(self, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Means and logarithms of deviations, [B, A] each."""

@@ -19,6 +19,7 @@ from htsrl.config import NetworkOptions
 from htsrl.envs.spec import EnvSpec, Part
 from htsrl.errors import ConfigError
 from htsrl.models.heads import DiagonalGaussian, Head, mask_logits
+from htsrl.models.normalize import Normalize
 
 # Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
 # to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
@@ -49,6 +50,8 @@ class ActorCritic(nn.Module):
         """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
         self.bf16 = False
         """Whether the trunk computes in bfloat16; policy and value don't. ``build_model`` sets it."""
+        self.normalize: Normalize | None = None
+        """What observations go through first, if anything; ``build_model`` sets it."""
         self.mask: slice | None = None
         """Where in packed observations the action mask is; ``build_model`` sets it."""
         self.blank = torch.empty(0)
@@ -63,6 +66,8 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Policy parameters [B, P] and value [B], float32, for ``obs`` [B, *obs] in the environment's dtype."""
+        if self.normalize is not None:
+            obs = self.normalize(obs)
         if self.bf16:
             # Weights that were rounded once are not cached: the actor's are rounded already, the learner's change
             with torch.autocast(obs.device.type, torch.bfloat16, cache_enabled=False):
