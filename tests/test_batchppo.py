@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rollouts import BOX, DISCRETE, MULTI, network, rollout, vector_spec
+from rollouts import BOX, network, rollout, vector_spec
 from test_heads import ACTIONS, KINDS, parameters, reference
 from test_ppo import rng
 from torch import distributions
 
-from htsrl.config import BatchPPOOptions, PPOOptions
+from htsrl.config import LOG_STD_RANGE, BatchPPOOptions, PPOOptions
 from htsrl.learner import returns
 from htsrl.learner.kl import RANGE, adapted, kl_penalty
 from htsrl.learner.minibatches import deal, per_episode
@@ -20,6 +20,7 @@ from htsrl.learner.moments import Moments
 from htsrl.learner.ppo import PPO
 from htsrl.learner.rewards import normalized
 from htsrl.models import make_head
+from htsrl.models.heads import DiagonalGaussian
 from htsrl.settings import configure
 
 
@@ -46,10 +47,12 @@ def test_divergences_are_pytorchs(action):
     torch.testing.assert_close(head.kl(before, before), torch.zeros(len(before)), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("action", ACTIONS, ids=KINDS)
-def test_divergences_are_means_of_log_ratios(action):
+SQUASHED = DiagonalGaussian(2, state_dependent=True, squashed=True)
+
+
+@pytest.mark.parametrize("head", [*map(make_head, ACTIONS), SQUASHED], ids=[*KINDS, "squashed"])
+def test_divergences_are_means_of_log_ratios(head):
     """The definition: E over the policy before of log before - log after."""
-    head = make_head(action)
     before, params = parameters(head, 1, seed=3), parameters(head, 1, seed=4)
     rows = 200_000
     draws = np.random.default_rng(0)
@@ -58,6 +61,13 @@ def test_divergences_are_means_of_log_ratios(action):
     chosen = head.sample(before.expand(rows, -1), noise)
     ratio = head.log_prob(before.expand(rows, -1), chosen) - head.log_prob(params.expand(rows, -1), chosen)
     assert float(ratio.mean()) == pytest.approx(float(head.kl(before, params)), rel=0.03)
+
+
+def test_deviations_of_the_network_count_as_the_head_clamps_them():
+    wild = torch.tensor([[0.5, -0.5, -99.0, 99.0]])
+    tame = torch.tensor([[0.5, -0.5, *LOG_STD_RANGE]])
+    assert float(SQUASHED.kl(wild, tame)) == 0.0
+    assert float(SQUASHED.kl(tame, tame + 0.5 * (tame == 0.5))) > 0.0
 
 
 def test_a_small_divergence_is_not_lost_to_rounding():
@@ -119,7 +129,7 @@ def test_the_coefficient_follows_the_divergence_and_never_gets_stuck():
 # ------------------------------------------------------------------------------------------------------------- update
 
 
-def oracle_update(algorithm, model, data, draws, penalty):
+def oracle_update(algorithm, action_spec, model, data, draws, penalty):
     """BatchPPO the plain way: torch's distributions, lists of parameters, no pieces; returns KL(before ‖ after)."""
     options = algorithm.options
     steps, replicas = data.reward.shape
@@ -148,10 +158,9 @@ def oracle_update(algorithm, model, data, draws, penalty):
     advantage, length = advantage.flatten(), length.flatten()
     with torch.no_grad():
         before = model(obs)[0]
-    spec = {3: DISCRETE, 5: MULTI, 2: BOX}[model.head.output_size]
 
     def divergence(index, params):
-        pairs = zip(reference(spec, before[index]), reference(spec, params), strict=True)
+        pairs = zip(reference(action_spec, before[index]), reference(action_spec, params), strict=True)
         return sum(distributions.kl_divergence(one, other) for one, other in pairs)
 
     learned = list(model.parameters())
@@ -183,13 +192,13 @@ def oracle_update(algorithm, model, data, draws, penalty):
 
 
 @pytest.mark.parametrize("batched_by", ["steps", "episodes"])
-@pytest.mark.parametrize("action", [DISCRETE, MULTI, BOX], ids=KINDS)
+@pytest.mark.parametrize("action", ACTIONS, ids=KINDS)
 def test_update_is_the_plain_one(action, batched_by):
     options = {"learning_rate": 3e-3, "epochs": 4, "minibatches": 2, "kl_penalty": 2.0, "batched_by": batched_by}
     algorithm, data = learner(vector_spec(action), kl_penalty_target=1e-3, **options)
     assert (data.valid == 0).any()
     plain, _ = network(vector_spec(action))
-    moved = oracle_update(algorithm, plain, data, rng(), 2.0)
+    moved = oracle_update(algorithm, action, plain, data, rng(), 2.0)
     metrics = algorithm.update(data, 0.25, rng())
     assert metrics["loss/kl_update"] == pytest.approx(moved, rel=1e-2)
     assert moved > 2e-3, "far enough for the quadratic term to matter"
