@@ -189,23 +189,35 @@ def storage_of(learner, seed, T=16, N=4):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["hts", "sync"])
-@pytest.mark.parametrize("algo", ["ppo", "a2c", "impala"])
-def test_the_learner_sees_the_statistics_that_collected_a_storage(algo, schedule, monkeypatch):
-    """Those of all intervals before, once per version, for bootstrap values and gradients as for all other rows."""
-    sizes = {"num_envs": 4, "sync_interval": 16}
+@pytest.mark.parametrize(
+    ("algo", "schedule", "delay"),
+    [
+        *((algo, schedule, "gradient") for algo in ("ppo", "a2c", "impala", "acktr") for schedule in ("hts", "sync")),
+        ("ppo", "hts", "importance"),
+    ],
+)
+def test_the_learner_sees_the_statistics_that_collected_a_storage(algo, schedule, delay, monkeypatch):
+    """Those of all intervals before, once per version, for bootstrap values and gradients as for all other rows.
+
+    An update that starts at the newest parameters has its gradients of theirs.
+    """
+    sizes = {"num_envs": 4, "sync_interval": 16, "delay": delay}
     config = configure("CartPole-v1", algo, learner_threads=1, schedule=schedule, normalize_obs=True, **sizes)
     learner = Learner(config, vector_spec(), torch.device("cpu"))
-    if schedule == "hts":
-        learner.warm_up()
+    learner.warm_up()
     seen = []
     update = learner.algorithm.update
 
     def watched(rollout, progress, rng):
         normalize = learner.model.normalize
         before = (normalize.mean.clone(), normalize.scale.clone())
+        start = learner.parameters.state.clone()
+        learner.parameters.state.copy_(learner.behaviour)
+        meant = torch.cat((rollout.valid, torch.ones(1, 4))) > 0
         with torch.no_grad():
-            assert torch.equal(rollout.value[-1], learner.model(rollout.obs[-1])[1])
+            value = learner.model(rollout.obs.flatten(0, 1))[1].view(17, 4)
+        torch.testing.assert_close(rollout.value[meant], value[meant])
+        learner.parameters.state.copy_(start)
         metrics = update(rollout, progress, rng)
         assert torch.equal(normalize.mean, before[0]), "constants of the update"
         seen.append(before)
@@ -219,7 +231,7 @@ def test_the_learner_sees_the_statistics_that_collected_a_storage(algo, schedule
         counted.append(Moments.empty(4))
         counted[-1].__dict__ |= {name: np.copy(each) for name, each in counted[-2].__dict__.items()}
         counted[-1].add(storage.obs[:-1][storage.valid])
-    lag = 1 if schedule == "hts" else 0
+    lag = 1 if (schedule, delay) == ("hts", "gradient") else 0
     for j, (mean, scale) in enumerate(seen):
         wanted = counted[max(j - lag, 0)].centre_and_scale()
         np.testing.assert_array_equal(mean, wanted[0])
