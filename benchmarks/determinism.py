@@ -50,8 +50,8 @@ OF_ENV: dict[str, dict[str, Any]] = {
 OF_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {"epochs": 2, "minibatches": 4},
     "impala": {"minibatches": 2},
-    # Natural steps from two decompositions of the factors, in a trust region that lets them show in the actions
-    "acktr": {"cold_updates": 1, "kfac_interval": 2, "learning_rate": 100.0, "kl_clip": 0.1},
+    # Natural steps, so large that they show in the actions, from one decomposition: of large layers it takes seconds
+    "acktr": {"cold_updates": 1, "kfac_interval": 4, "learning_rate": 100.0, "kl_clip": 0.01},
 }
 
 

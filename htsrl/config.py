@@ -275,7 +275,7 @@ class ACKTROptions(AlgorithmOptions):
     kl_clip: PositiveFloat = 0.001
     """δ of the trust region: no step changes the policy (or value) by more nats, as far as the Fisher matrix tells."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Each step is averaged with those before it, which keep this weight; the paper's 0.9 is too much for 'hts'."""
+    """Each step is averaged with those before it, which keep this weight; the paper's 0.9 unlearns CartPole again."""
     damping: PositiveFloat = 0.01
     """λ that is added to every eigenvalue of the Fisher matrix."""
     factor_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.99

@@ -284,22 +284,12 @@ def decompose(block: Block) -> None:
         (block.inputs, block.inputs_values, block.inputs_basis),
         (block.outputs, block.outputs_values, block.outputs_basis),
     ):
-        found, vectors = eigen(factor)
+        # MKL's float32 fails on factors of few rows, which have many eigenvalues of 0, or returns NaN; this takes three
+        # times as long: seconds for 3,000 inputs.
+        found, vectors = torch.linalg.eigh(factor.double())
         # A second moment has no negative eigenvalue but for rounding.
         values.copy_(found.clamp_(min=0.0))
         basis.copy_(vectors)
-
-
-def eigen(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues [D] and eigenvectors [D, D] of a symmetric ``factor`` [D, D].
-
-    LAPACK's float32 gives up on some factors of few rows, most of whose eigenvalues are 0 (seen with D = 3,137, from 64
-    frames of Pong): those take float64, and three times as long.
-    """
-    try:
-        return torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:
-        return torch.linalg.eigh(factor.double())
 
 
 def precondition(block: Block, damping: float) -> None:
