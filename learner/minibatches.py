@@ -32,8 +32,8 @@ class Rows:
     """Under the behaviour parameters."""
     advantage: torch.Tensor
     value_target: torch.Tensor
-    behaviour: torch.Tensor
-    """[..., P] float32: the behaviour policy's distribution; P is 0 where the algorithm doesn't ask for it."""
+    before: torch.Tensor
+    """[..., P] float32: the policy's distribution as the update begins; P is 0 where nobody asks for it."""
 
     def minibatches(self) -> Iterator[Rows]:
         """The K minibatches of an epoch."""
@@ -62,7 +62,7 @@ class Batch:
     value: torch.Tensor
     advantage: torch.Tensor
     value_target: torch.Tensor
-    behaviour: torch.Tensor
+    before: torch.Tensor
     valid: np.ndarray
     """int64: the rows that are transitions, in order."""
     explained_variance: float
@@ -71,7 +71,7 @@ class Batch:
         """The rows of ``index`` [K, M] with their ``weight`` [K, M]."""
         device = self.action.device
         take = torch.from_numpy(index).to(device)
-        columns = (self.action, self.log_prob, self.value, self.advantage, self.value_target, self.behaviour)
+        columns = (self.action, self.log_prob, self.value, self.advantage, self.value_target, self.before)
         return Rows(take, torch.from_numpy(weight).to(device), *(column[take] for column in columns))
 
     def named(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
         value=rollout.value[:-1].flatten(),
         advantage=torch.from_numpy(advantage.ravel()).to(device),
         value_target=torch.from_numpy(value_target.ravel()).to(device),
-        behaviour=rollout.reward.new_empty((reward.size, 0)),
+        before=rollout.reward.new_empty((reward.size, 0)),
         valid=np.flatnonzero(valid),
         explained_variance=explained_variance,
     )

@@ -63,7 +63,7 @@ class PPO:
             rollout = replace(rollout, reward=scaled.to(rollout.reward.device))
         batch = make_batch(rollout, options.discount, options.gae_lambda)
         if self.penalty is not None:
-            batch = replace(batch, behaviour=self._policy(batch))
+            batch = replace(batch, before=self._policy(batch))
         episode_rows = rows_of_episodes(rollout) if options.batched_by == "episodes" else None
         per_epoch = min(options.minibatches, len(batch.valid))
         size = -(-rollout.reward.numel() // options.minibatches)
@@ -118,7 +118,7 @@ class PPO:
         """
         options = self.options
         assert options.kl_penalty is not None
-        kl = self.model.head.kl(batch.behaviour, self._policy(batch)).cpu().numpy()
+        kl = self.model.head.kl(batch.before, self._policy(batch)).cpu().numpy()
         moved = float(kl[batch.valid].mean(dtype=np.float64))
         self.penalty = adapted(penalty, moved, options.kl_penalty_target, options.kl_penalty)
         return {"loss/kl_update": moved, "loss/kl_penalty": penalty}
@@ -142,7 +142,7 @@ class PPO:
         if self.penalty is None:
             kl = losses.approximate_kl(log_ratio.detach(), ratio.detach(), rows.weight)
         else:
-            exact = self.model.head.kl(rows.behaviour, params)
+            exact = self.model.head.kl(rows.before, params)
             cutoff = options.kl_cutoff * options.kl_penalty_target
             total = total + kl_penalty(exact, rows.weight, self.penalty, cutoff, options.kl_cutoff_coef)
             kl = losses.weighted_mean(exact.detach(), rows.weight)
