@@ -44,7 +44,12 @@ pytestmark = pytest.mark.usefixtures("quick_children")
 
 KINDS = ("lstm", "gru")
 SMALL = {"num_envs": 4, "sync_interval": 16, "total_steps": 4 * 16 * 5, "recurrent": "lstm", "recurrent_size": 8}
-OF = {"ppo": {"minibatches": 2, "epochs": 2}, "a2c": {}, "impala": {"minibatches": 2}, "batchppo": {"minibatches": 2, "epochs": 2}}
+OF = {
+    "ppo": {"minibatches": 2, "epochs": 2},
+    "a2c": {},
+    "impala": {"minibatches": 2},
+    "batchppo": {"minibatches": 2, "epochs": 2},
+}
 
 
 # ----------------------------------------------------------------------------------------------------------- the core
