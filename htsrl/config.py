@@ -116,6 +116,8 @@ class SyntheticOptions(Section):
     """Length of the observation vector."""
     num_actions: PositiveInt = 6
     """Number of discrete actions."""
+    memory_steps: PositiveInt = 8
+    """Steps of an episode of synthetic:memory, and so for how long its cue must be remembered."""
     max_episode_steps: PositiveInt | None = 200
     """Steps after which an episode is truncated."""
 

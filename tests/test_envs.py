@@ -317,7 +317,9 @@ def test_synthetic_football_can_be_won_and_costs_cpu_time() -> None:
 def test_unknown_synthetic_environment() -> None:
     with pytest.raises(ConfigError, match="Did you mean synthetic:counting"):
         envs.make("synthetic:countin", QUIET)
-    with pytest.raises(ConfigError, match="synthetic:sleep or synthetic:counting or synthetic:football"):
+    with pytest.raises(
+        ConfigError, match="synthetic:sleep or synthetic:counting or synthetic:memory or synthetic:football"
+    ):
         envs.describe("synthetic:zzzz", QUIET)
 
 

@@ -4,7 +4,7 @@
 | --- | --- |
 | ``gfootball``, ``gfootball:SCENARIO`` | `htsrl.envs.football` |
 | ``atari:Pong``, ``ALE/Pong-v5`` | `htsrl.envs.atari` |
-| ``synthetic:sleep``, ``synthetic:counting``, ``synthetic:football`` | `htsrl.envs.synthetic` |
+| ``synthetic:sleep``, ``:counting``, ``:memory``, ``:football`` | `htsrl.envs.synthetic` |
 | ``CartPole-v1``, ``module:Id-v0``, any other Gymnasium id | `htsrl.envs.gymnasium_env` |
 """
 

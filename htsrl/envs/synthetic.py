@@ -10,6 +10,12 @@
     that a storage can be checked row by row against `Counting.Episode`. Episodes last 3 to 19 steps and end in
     both ways, by termination and by the environment's own truncation. ``observation_size`` doesn't matter.
 
+``synthetic:memory``
+    The first observation shows a cue, one of ``num_actions``; ``memory_steps`` steps later the episode ends, with a
+    reward of 1 if the last action was the cue, and all other rewards are 0. Observations are the cue as ``num_actions``
+    zeros and ones, all zeros after the first, and the share of the episode that is over: who doesn't remember the cue
+    gets 1 / ``num_actions`` on average. ``step_shape`` and ``observation_size`` don't matter.
+
 ``synthetic:football``
     Football's shapes, 19 actions and cost, for machines without the engine: a step works for ``step_ms`` (by default 2)
     milliseconds of CPU time, a reset for seven times that. The active player runs with the ball where the directional
@@ -122,6 +128,37 @@ class Counting:
         return None
 
 
+class Memory:
+    """``synthetic:memory``."""
+
+    def __init__(self, options: SyntheticOptions) -> None:
+        self._choices, self._length = options.num_actions, options.memory_steps
+        self.reset(0)
+
+    def reset(self, seed: int) -> np.ndarray:
+        self._cue = int(generator(seed, Stream.ENVIRONMENT).integers(self._choices))
+        self._step = 0
+        return self._observation()
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self._step += 1
+        over = self._step == self._length
+        return self._observation(), float(over and action == self._cue), over, False, {}
+
+    def _observation(self) -> np.ndarray:
+        observation = np.zeros(self._choices + 1, np.float32)
+        if self._step == 0:
+            observation[self._cue] = 1.0
+        observation[-1] = self._step / self._length
+        return observation
+
+    def render(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 class Football:
     """``synthetic:football``. The array that ``reset`` and ``step`` return is the same each time."""
 
@@ -180,8 +217,19 @@ class Football:
 def describe(env: str, options: SyntheticOptions) -> EnvSpec:
     """Raises ConfigError where there is no such environment."""
     name = _name(env)
-    shapes = {"sleep": (options.observation_size,), "counting": (4,), "football": (HEIGHT, WIDTH, 4 * LAYERS)}
+    shapes = {
+        "sleep": (options.observation_size,),
+        "counting": (4,),
+        "memory": (options.num_actions + 1,),
+        "football": (HEIGHT, WIDTH, 4 * LAYERS),
+    }
     image = name == "football"
+    limit = options.max_episode_steps
+    if name == "memory" and limit is not None and limit < options.memory_steps:
+        raise ConfigError(
+            f"memory_steps must be at most max_episode_steps ({limit}), got {options.memory_steps}: episodes would be "
+            "truncated before anything is asked"
+        )
     return EnvSpec(
         env_id=env,
         family="synthetic",
@@ -200,11 +248,13 @@ def make(env: str, options: SyntheticOptions, *, render: bool = False) -> Enviro
     name = _name(env)
     if name == "sleep":
         return Sleep(options)
+    if name == "memory":
+        return Memory(options)
     return Counting() if name == "counting" else Football(options)
 
 
 def _name(env: str) -> str:
-    names = ("sleep", "counting", "football")
+    names = ("sleep", "counting", "memory", "football")
     name = env.partition(":")[2]
     if name not in names:
         matches = difflib.get_close_matches(name, names, n=1) or names
