@@ -78,18 +78,22 @@ def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:
 
 
 def answer_rows(batch: InferenceBatch, storage: FlatRows, obs_index: np.ndarray, index: np.ndarray) -> None:
-    """Answer the rows ``obs_index`` [K] of the observations, which are rows ``index`` [K] of all else; scatter."""
+    """Answer the rows ``obs_index`` [K] of observations and states, rows ``index`` [K] of all else; scatter."""
     for start in range(0, len(index), batch.largest):  # as many at once as a batch holds
         obs_rows, rows = obs_index[start : start + batch.largest], index[start : start + batch.largest]
         trace.mark("gather", len(rows))
         np.take(storage.obs, obs_rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
         np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
+        if batch.recurrent:
+            np.take(storage.state, obs_rows, axis=0, out=batch.state[: len(rows)], mode="clip")
         trace.mark("infer", len(rows))
         answer = batch.answer(len(rows))
         trace.mark("scatter", len(rows))
         storage.action[rows] = answer.action
         storage.log_prob[rows] = answer.log_prob
         storage.value[rows] = answer.value
+        if batch.recurrent:
+            storage.state[obs_rows + storage.columns] = answer.state
 
 
 def tell_executors(groups: list[int], executor_of: list[int], ports: ActorPorts) -> None:
@@ -122,12 +126,16 @@ class FlatRows:
     """A storage's fields with its first ``axes``, time and columns, as one axis: row t * N + n."""
 
     def __init__(self, storage: Any, axes: int = 2) -> None:
-        for name in ("obs", "noise", "action", "log_prob", "value"):
-            array = getattr(storage, name)
-            setattr(self, name, array.reshape(-1, *array.shape[axes:]))
+        self.columns = storage.reward.shape[axes - 1]
+        """N"""
+        for name in ("obs", "noise", "action", "log_prob", "value", "state"):
+            if hasattr(storage, name):  # states, only of a recurrent policy
+                array = getattr(storage, name)
+                setattr(self, name, array.reshape(-1, *array.shape[axes:]))
 
     obs: np.ndarray
     noise: np.ndarray
     action: np.ndarray
     log_prob: np.ndarray
     value: np.ndarray
+    state: np.ndarray

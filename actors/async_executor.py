@@ -59,10 +59,19 @@ def run_async_executor(ports: ExecutorPorts) -> None:
                 # Request its next action at once, if the learner has a slot for it
                 if control.posted[g] == row and control.released[g] > row // T:
                     if row % T == 0:
-                        open_rows(slots[row // T % len(slots)], 0, groups[g])
+                        open_unroll(slots, row // T, groups[g])
                     control.posted[g] = row + 1
                     request([g], actor_of, ports)
             messages = ports.inbox.take().tolist()
+
+
+def open_unroll(slots: list[Any], number: int, replicas: list[Replica]) -> None:
+    """Write what ``replicas`` begin unroll ``number`` with: what a recurrent policy remembers, and observations."""
+    slot, before = slots[number % len(slots)], slots[(number - 1) % len(slots)]
+    if hasattr(slot, "state"):
+        own = slice(replicas[0].column, replicas[-1].column + 1)
+        slot.state[0, own] = before.state[-1, own]
+    open_rows(slot, 0, replicas)
 
 
 def leave_unroll(slot: Any, replicas: list[Replica]) -> None:

@@ -258,7 +258,7 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
         n = replica.column
         if replica.reset_pending:
             # The row after a truncation is not a transition: its action is ignored
-            next_obs[n] = replica.go_on()
+            next_obs[n] = begin_next(storage, t, replica)
             storage.valid[t, n] = False
             rewards[n] = 0.0
             continue
@@ -293,11 +293,21 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
             storage.episode_score[t, n] = info["score"] if spec.has_score and "score" in info else np.nan
             if terminated:
                 storage.terminated[t, n] = True
-                obs = replica.go_on()
+                obs = begin_next(storage, t, replica)
             else:
                 storage.truncated[t, n] = True
                 replica.reset_pending = True
         next_obs[n] = obs
+
+
+def begin_next(storage: Any, t: int, replica: Replica) -> np.ndarray:
+    """Begin the next episode of ``replica`` within step t; returns its first observation, that of row t+1.
+
+    A recurrent policy remembers nothing there.
+    """
+    if hasattr(storage, "state"):
+        storage.state[t + 1, replica.column] = 0.0
+    return replica.go_on()
 
 
 def action_converter(action: ActionSpec, squashed: bool) -> Callable[[np.ndarray], list]:

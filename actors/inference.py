@@ -32,6 +32,8 @@ class Answer:
     """[B] float32"""
     value: np.ndarray
     """[B] float32"""
+    state: np.ndarray | None = None
+    """[B, S] float32 after the rows, of a recurrent policy."""
 
 
 class InferenceBatch:
@@ -49,10 +51,14 @@ class InferenceBatch:
         dtype = torch.from_numpy(np.empty(0, spec.observation_dtype)).dtype
         self._obs = torch.zeros((largest, *spec.observation_shape), dtype=dtype, pin_memory=pinned)
         self._noise = torch.zeros((largest, model.head.noise_size), pin_memory=pinned)
+        self.recurrent = model.state_size > 0
+        self._state = torch.zeros((largest, model.state_size), pin_memory=pinned and self.recurrent)
         self.obs = self._obs.numpy()
         """[largest bucket, *obs]: fill the first rows, then call :meth:`answer`."""
         self.noise = self._noise.numpy()
         """[largest bucket, K]"""
+        self.state = self._state.numpy()
+        """[largest bucket, S]: what the rows before left; zeros for the first row of an episode."""
         if device.type == "cpu" and not model.custom:
             self._sample = {bucket: self._traced(sampled, bucket) for bucket in buckets}
 
@@ -63,14 +69,13 @@ class InferenceBatch:
 
     @torch.inference_mode()
     def answer(self, rows: int, mode: bool = False) -> Answer:
-        """Answer the first ``rows`` rows of ``obs`` and ``noise``; ``mode`` takes the most likely actions instead.
+        """Answer the first ``rows`` rows of ``obs``, ``noise`` and ``state``; ``mode`` takes the most likely actions.
 
         RunFailed where an action is NaN, which no environment takes: it would be blamed for what it makes of that.
         """
         bucket = next(size for size in self.buckets if size >= rows)
-        obs = self._obs[:bucket].to(self.device, non_blocking=True)
-        noise = self._noise[:bucket].to(self.device, non_blocking=True)
-        outputs = self._most_likely(obs, noise) if mode else self._sample[bucket](obs, noise)
+        inputs = [x.to(self.device, non_blocking=True) for x in self._rows(bucket)]
+        outputs = self._most_likely(*inputs) if mode else self._sample[bucket](*inputs)
         answer = Answer(*(x[:rows].cpu().numpy() for x in outputs))
         if answer.action.dtype.kind == "f" and np.isnan(answer.action).any():
             raise RunFailed(
@@ -79,6 +84,11 @@ class InferenceBatch:
             )
         return answer
 
+    def _rows(self, bucket: int) -> tuple[torch.Tensor, ...]:
+        """The first ``bucket`` rows of all that the policy is given."""
+        rows = self._obs[:bucket], self._noise[:bucket]
+        return (*rows, self._state[:bucket]) if self.recurrent else rows
+
     @torch.inference_mode()
     def _traced(self, policy: Policy, bucket: int) -> Callable:
         """``policy`` for one batch size, recorded once: half of a small network's time is Python's.
@@ -86,7 +96,7 @@ class InferenceBatch:
         The recording runs the same kernels on the same parameters, whatever they become. A network of the user's own is
         not recorded: what it does may depend on what it sees.
         """
-        rows = self._obs[:bucket], self._noise[:bucket]
+        rows = self._rows(bucket)
         expected = policy(*rows)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -99,19 +109,22 @@ class InferenceBatch:
 
 
 class Policy(nn.Module):
-    """A model and its head: action [B, *A], log-probability [B] and value [B] for observations and noise."""
+    """A model and its head: action [B, *A], log-probability [B] and value [B] for observations and noise.
+
+    A recurrent one takes states [B, S], too, and gives those after the rows.
+    """
 
     def __init__(self, model: ActorCritic, sampled: bool) -> None:
         super().__init__()
         self.model = model
         self.sampled = sampled
 
-    def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, obs: torch.Tensor, noise: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A sampled action, or else the most likely one."""
         head = self.model.head
-        parameters, value = self.model(obs)
+        parameters, value, *state_after = self.model.step(obs, *state)
         action = head.sample(parameters, noise) if self.sampled else head.mode(parameters)
-        return action, head.log_prob(parameters, action), value
+        return action, head.log_prob(parameters, action), value, *state_after
 
 
 def rows_at_once(spec: EnvSpec, num_envs: int, device: torch.device) -> int:
@@ -143,7 +156,8 @@ def invariant_buckets(model: ActorCritic, spec: EnvSpec, rows: int, device: torc
     """
     candidates = bucket_sizes(max(8 * rows, 64))
     for largest in (size for size in candidates if size >= rows):
-        probe = Probe(*(torch.from_numpy(x).to(device) for x in probe_rows(spec, model.head, 2 * largest)))
+        rows_of = probe_rows(spec, model.head, 2 * largest, model.state_size)
+        probe = Probe(*(torch.from_numpy(x).to(device) for x in rows_of))
         straight = torch.arange(2 * largest, device=device)
         reference = torch.cat([_outputs(model, probe, half) for half in straight.split(largest)])
         if _agrees(model, probe, reference, largest):
@@ -163,6 +177,8 @@ class Probe:
 
     obs: torch.Tensor
     noise: torch.Tensor
+    state: torch.Tensor
+    """[rows, S]; S = 0 without a recurrent core."""
 
 
 def _agrees(model: ActorCritic, probe: Probe, reference: torch.Tensor, size: int) -> bool:
@@ -177,28 +193,35 @@ def _agrees(model: ActorCritic, probe: Probe, reference: torch.Tensor, size: int
 
 
 def _outputs(model: ActorCritic, probe: Probe, chosen: torch.Tensor) -> torch.Tensor:
-    """[B, *]: distribution parameters, value, a sampled action and its log-probability for the ``chosen`` rows."""
-    parameters, value = model(probe.obs[chosen])
+    """[B, *] of the ``chosen`` rows: distribution parameters, value, a sampled action, its log-probability, states."""
+    before = (probe.state[chosen],) if model.state_size else ()
+    parameters, value, *after = model.step(probe.obs[chosen], *before)
     action = model.head.sample(parameters, probe.noise[chosen])
     log_prob = model.head.log_prob(parameters, action)
-    return torch.cat([parameters, value[:, None], action.float().reshape(len(chosen), -1), log_prob[:, None]], dim=1)
+    action = action.float().reshape(len(chosen), -1)
+    return torch.cat([parameters, value[:, None], action, log_prob[:, None], *after], dim=1)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32)
 
 
-def probe_rows(spec: EnvSpec, head: Head, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Observations [count, *obs] of the environment's shape and dtype, and noise [count, K]; always the same."""
+def probe_rows(spec: EnvSpec, head: Head, count: int, state_size: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Observations [count, *obs] of the environment's shape and dtype, noise [count, K] and states [count, S].
+
+    They are always the same.
+    """
     rng = generator(0, Stream.PROBE)
     shape = (count, *spec.observation_shape)
     noise = normal(rng, (count, head.noise_size))
     if spec.parts:
-        return random_rows(spec, rng, count), noise
-    if spec.observation_dtype == np.uint8:
-        return rng.integers(0, 256, shape, np.uint8), noise
-    scale = 10.0 ** rng.integers(-2, 3, shape)
-    return (rng.standard_normal(shape) * scale).astype(spec.observation_dtype), noise
+        obs = random_rows(spec, rng, count)
+    elif spec.observation_dtype == np.uint8:
+        obs = rng.integers(0, 256, shape, np.uint8)
+    else:
+        scale = 10.0 ** rng.integers(-2, 3, shape)
+        obs = (rng.standard_normal(shape) * scale).astype(spec.observation_dtype)
+    return obs, noise, normal(rng, (count, state_size))
 
 
 def random_rows(spec: EnvSpec, rng: np.random.Generator, count: int) -> np.ndarray:

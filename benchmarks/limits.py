@@ -102,7 +102,7 @@ class Bench:
         at_once = rows_at_once(self.spec, self.N, device)
         self.buckets = invariant_buckets(self.model, self.spec, at_once, device)
         self.batch = InferenceBatch(self.model, self.spec, self.buckets, device)
-        fields = rollout_fields(self.spec, self.T, self.N, self.model.head.noise_size)
+        fields = rollout_fields(self.spec, self.T, self.N, self.model.head.noise_size, self.model.state_size)
         self.storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
         self.storage.valid[:] = True
         self.replicas = [

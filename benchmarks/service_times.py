@@ -221,7 +221,7 @@ def actor_alone(config: AnyConfig, executors: int, seconds: float) -> tuple[list
     model = build_model(spec, config.network, 0)
     layout = Layout(N, executors, 1, 1)
     parameters = sum(each.numel() for each in model.parameters())
-    fields = rollout_fields(spec, 1, N, model.head.noise_size)
+    fields = rollout_fields(spec, 1, N, model.head.noise_size, model.state_size)
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
     with ExitStack() as opened:
         arena = Arena.create({"control": control_fields(N, executors, parameters), "even": fields, "odd": fields})
@@ -419,7 +419,7 @@ class LearnerAlone:
         self.storages = {length: self._storage(spec, length) for length in LENGTHS}
 
     def _storage(self, spec: EnvSpec, length: int) -> SimpleNamespace:
-        fields = rollout_fields(spec, length, self.N, self.model.head.noise_size)
+        fields = rollout_fields(spec, length, self.N, self.model.head.noise_size, self.model.state_size)
         storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
         storage.obs[:] = random_observations(storage.obs)
         random_actions(storage.action, spec.action)

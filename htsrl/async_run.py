@@ -82,7 +82,7 @@ class AsyncRun(Run):
         """A ring of unrolls and the control block; beside it, the batch that the learner learns from."""
         size, noise_size = len(self.learner.parameters), self.learner.model.head.noise_size
         slots = self.config.runtime.async_slots
-        fields = unroll_fields(self.spec, self.T, self.N, noise_size, slots)
+        fields = unroll_fields(self.spec, self.T, self.N, noise_size, slots, self.state_size)
         control = async_control_fields(len(self.layout.groups), size)
         arena = Arena.create({"control": control, "unrolls": fields})
         self.control, self.slots = arena.views("control"), slots_of(arena.views("unrolls"))
@@ -102,6 +102,8 @@ class AsyncRun(Run):
         self.control.released[:] = first + len(self.slots)
         for number in range(first, first + len(self.slots)):
             self.draw_noise(number, range(self.N))
+        if self.state_size:
+            self.slots[(first - 1) % len(self.slots)].state[-1] = self.recurrent_state  # from where the first goes on
 
     def train(self, stop: threading.Event) -> None:
         """Update on whatever arrives until the budget is spent or ``stop`` is set."""
@@ -148,6 +150,9 @@ class AsyncRun(Run):
         group, slot = self.layout.groups[unroll.group], self.slots[unroll.number % len(self.slots)]
         self.draw_noise(unroll.number + len(self.slots), group)
         logs = self.episode_logs.logs
+        if self.state_size:
+            columns = slice(group.start, group.stop)
+            self.recurrent_state[columns] = slot.state[-1, columns]
         with self.crew.changes:
             for n in group:
                 logs[n] = continued(logs[n], slot, n, self.T)

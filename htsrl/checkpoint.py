@@ -2,8 +2,8 @@
 
 A checkpoint stands for the start of an interval, after the learner has consumed the storage before it: so it needs no
 storage, and is written while the executors already work. Its tensors are the newest and the behaviour parameters by
-name, the optimizer's state, the episode logs and snapshots of environments; everything else is JSON in the file's
-header. One with snapshots is sealed, see `htsrl.seal`.
+name, the optimizer's state, the episode logs, snapshots of environments and what a recurrent policy remembers;
+everything else is JSON in the file's header. One with snapshots is sealed, see `htsrl.seal`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Checkpoint:
     """What a checkpoint file holds."""
 
     tensors: dict[str, np.ndarray]
-    """By name: ``parameters/*``, ``behaviour/*``, ``algorithm/*``, ``episodes/*``, ``snapshots/*``."""
+    """By name: ``parameters/*``, ``behaviour/*``, ``algorithm/*``, ``episodes/*``, ``snapshots/*``, and single ones."""
     state: dict[str, Any]
     """JSON: interval, version, steps, counters, digests, package versions."""
     sealed: bool = False

@@ -326,6 +326,15 @@ class NetworkOptions(Section):
     """Centre and scale vector observations by the statistics of all intervals so far, and clip them at 5."""
     precision: Literal["float32", "bf16"] = "float32"
     """'bf16' computes image networks in bfloat16: faster, just as reproducible; parameters and losses stay float32."""
+    recurrent: Literal["none", "lstm", "gru"] = "none"
+    """Let the policy remember its episode: a layer of such cells in front of policy and value, which share the rest."""
+    recurrent_size: PositiveInt = 128
+    """Cells of that layer."""
+
+    @property
+    def state_size(self) -> int:
+        """S: numbers that a row's recurrent state is made of; 0 without."""
+        return {"none": 0, "gru": 1, "lstm": 2}[self.recurrent] * self.recurrent_size
 
     @model_validator(mode="after")
     def _deviation_in_range(self) -> NetworkOptions:
@@ -343,6 +352,13 @@ class NetworkOptions(Section):
         if value not in NETWORKS and not re.fullmatch(r"[\w.]+:\w+", value):
             raise refused(f"`network` must be one of {', '.join(NETWORKS)} or module:function, got {value}")
         return value
+
+    @model_validator(mode="after")
+    def _size_needs_a_core(self) -> NetworkOptions:
+        default = type(self).model_fields["recurrent_size"].default
+        if self.recurrent == "none" and self.recurrent_size != default:
+            raise refused("`recurrent_size` needs `recurrent` lstm or gru: there is no such layer otherwise")
+        return self
 
 
 class RuntimeOptions(Section):
@@ -498,7 +514,8 @@ class Config(Section, Generic[E, H]):
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config[E, H]:
-        if isinstance(self.algorithm, PPOOptions):
+        recurrent = self.network.recurrent != "none"
+        if isinstance(self.algorithm, PPOOptions) and not recurrent:
             envs, interval, parts = self.runtime.num_envs, self.runtime.sync_interval, self.algorithm.minibatches
             rows = envs * interval
             if rows % parts:
@@ -506,11 +523,12 @@ class Config(Section, Generic[E, H]):
                     f"`minibatches` must divide `num_envs` x `sync_interval` = {envs} x {interval} = {rows}, "
                     f"got {parts}; nearest that fit: {_nearest_divisors(rows, parts)}"
                 )
-        if isinstance(self.algorithm, IMPALAOptions):
+        elif isinstance(self.algorithm, PPOOptions | IMPALAOptions):
             envs, parts = self.runtime.num_envs, self.algorithm.minibatches
+            why = f", as `recurrent` {self.network.recurrent} tears none apart" if recurrent else ""
             if envs % parts:
                 raise refused(
-                    f"`minibatches` must divide `num_envs` = {envs}, the sequences of an interval, got {parts}; "
+                    f"`minibatches` must divide `num_envs` = {envs}, the sequences of an interval{why}, got {parts}; "
                     f"nearest that fit: {_nearest_divisors(envs, parts)}"
                 )
         return self
@@ -522,6 +540,11 @@ class Config(Section, Generic[E, H]):
                 raise refused(
                     "`algo` acktr needs `precision` float32: the Fisher matrix's small eigenvalues would be lost, got "
                     f"{self.network.precision}"
+                )
+            if self.network.recurrent != "none":
+                raise refused(
+                    "`algo` acktr needs `recurrent` none: it knows the curvature of layers that see rows one by one, "
+                    f"got {self.network.recurrent}"
                 )
             if self.runtime.schedule == "async":
                 raise refused(

@@ -49,6 +49,8 @@ class Slot:
     obs: np.ndarray
     noise: np.random.Generator
     episode: int
+    state: np.ndarray
+    """[S] what a recurrent policy remembers of the episode."""
     steps: int = 0
     reward: float = 0.0
 
@@ -98,7 +100,7 @@ def evaluate(
         if film is not None and episode == 0:
             film(env.render())
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
-        return Slot(env, np.array(obs), noise, episode)
+        return Slot(env, np.array(obs), noise, episode, np.zeros(batch.model.state_size, np.float32))
 
     draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
     count = min(SLOTS, episodes)
@@ -111,7 +113,11 @@ def evaluate(
         for row, slot in enumerate(playing):
             batch.obs[row] = slot.obs
             batch.noise[row] = draw(slot.noise, (head.noise_size,))
+            batch.state[row] = slot.state
         answer = batch.answer(len(playing), mode=not stochastic)
+        if answer.state is not None:
+            for slot, state in zip(playing, answer.state):
+                slot.state = state
 
         # Step each; an episode that ended makes room for the next
         slots = []

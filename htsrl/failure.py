@@ -7,7 +7,9 @@
     failure["minibatch/obs"], failure["minibatch/advantage"], failure["records"][-1]
 
 - ``minibatch/*`` [M, ...]: the rows as the step saw them, and where they stood: step ``t`` of the interval, replica
-  ``n`` (under schedule 'async', column ``n`` of the batch). Those of ``weight`` 0 only fill up.
+  ``n`` (under schedule 'async', column ``n`` of the batch). Those of ``weight`` 0 only fill up. A recurrent policy's
+  rows are T * C, in (step, replica) order; ``state`` [C, S] is before the first step, and ``begins`` [T, C] says where
+  an episode does.
 - ``parameters/*``, ``algorithm/*``, ``gradient/*``: parameters and optimizer before the step, and the gradient before
   clipping. They are left out where steps were made before anybody looked: ``stepped`` in ``update.json``.
 - ``behaviour/*``: the parameters at which the update began, which collected the rows (but under schedule 'async' and

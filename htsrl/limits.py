@@ -56,7 +56,7 @@ def refuse_memory(config: AnyConfig, spec: EnvSpec) -> None:
     """The storages, nearly all that a run shares. What each process needs for itself comes on top."""
     T, N = config.runtime.sync_interval, config.runtime.num_envs
     storages = config.runtime.async_slots + (config.runtime.schedule == "async")  # there, one more to learn from
-    fields = rollout_fields(spec, T, N, make_head(spec.action).noise_size)
+    fields = rollout_fields(spec, T, N, make_head(spec.action).noise_size, config.network.state_size)
     needed, left = storages * total_bytes({"storage": fields}), memory_left()
     if needed > left.amount:
         raise ConfigError(

@@ -117,6 +117,7 @@ def refuse_unfit(run_dir: Path, checkpoint: Checkpoint, config: AnyConfig, spec:
         _check_counters(checkpoint.state, config, learner.lag)
         _check_episodes(checkpoint, config, spec)
         _check_snapshots(checkpoint)
+        _check_recurrent_state(checkpoint, config)
         for steps, named in waiting_evaluations(checkpoint).items():
             if steps > checkpoint.state["steps"]:
                 raise ValueError(f"an evaluation after {steps} steps waits, but {checkpoint.state['steps']} were made")
@@ -181,3 +182,15 @@ def _check_snapshots(checkpoint: Checkpoint) -> None:
             raise ValueError(f"the snapshot of replica {n} is of another episode")
         if not about["steps"] < about["later"] <= len(logs[n]):
             raise ValueError(f"the snapshot of replica {n} is of step {about['steps']}, its episode has {len(logs[n])}")
+
+
+def _check_recurrent_state(checkpoint: Checkpoint, config: AnyConfig) -> None:
+    """ValueError where the states of a recurrent policy aren't those of its replicas."""
+    size, state = config.network.state_size, checkpoint.tensors.get("recurrent_state")
+    if not size:
+        return
+    if state is None or state.dtype != np.float32 or state.shape != (config.runtime.num_envs, size):
+        found = "missing" if state is None else f"{state.dtype} {state.shape}"
+        raise ValueError(f"recurrent_state is {found}")
+    if not np.isfinite(state).all():
+        raise ValueError("recurrent_state holds NaN or infinity")

@@ -123,6 +123,9 @@ class Run:
         self.pause = random_pauses(delay_ms)
         self.saved_at = -math.inf  # the first checkpoint comes after the first interval
         self.long_logs = LONG_LOGS_BYTES
+        self.state_size = config.network.state_size
+        self.recurrent_state = np.zeros((self.N, self.state_size), np.float32)
+        """[N, S] before the first row of the interval after those that are complete."""
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
@@ -138,6 +141,8 @@ class Run:
             self.recovered_before = checkpoint.state["recovered"]
             self.learner.restore(checkpoint.group, checkpoint.state["version"])
             logs = restored_logs(checkpoint, self.N)
+            if self.state_size:
+                self.recurrent_state = checkpoint.tensors["recurrent_state"].copy()
         processes.launch(envs.module_of(config.env))
         self.arena = self.allocate()
         self.set_counters()
@@ -168,7 +173,7 @@ class Run:
 
     def allocate(self) -> Arena:
         """All shared memory: two storages, and the control block."""
-        fields = rollout_fields(self.spec, self.T, self.N, self.learner.model.head.noise_size)
+        fields = rollout_fields(self.spec, self.T, self.N, self.learner.model.head.noise_size, self.state_size)
         size = len(self.learner.parameters)
         control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
         traced = {"trace": trace_fields(lanes(self.layout, self.T))} if self.config.output.trace else {}
@@ -240,6 +245,8 @@ class Run:
             self.control.parameters[:] = behaviour.cpu().numpy()
             self.control.version[0] = version
             self.storages[j % 2].behaviour_version[0] = version
+            if self.state_size:
+                self.storages[j % 2].state[0] = self.recurrent_state
             self.control.interval[0] = j
             self.begun = time.perf_counter()
             self.crew.begin_interval()
@@ -260,9 +267,11 @@ class Run:
         return draw(rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j), (self.T, head.noise_size))
 
     def advance_logs(self, j: int) -> None:
-        """Take the episode logs to the end of interval j."""
+        """Take the episode logs, and what the policy remembers of these episodes, to the end of interval j."""
         with self.crew.changes:
             self.episode_logs.advance(self.storages[j % 2])
+        if self.state_size:
+            self.recurrent_state = self.storages[j % 2].state[-1].copy()
 
     def count(self, j: int, waiting: float) -> dict[str, float]:
         """Account for interval j, which has just been completed; returns the beginning of its record.
@@ -365,6 +374,7 @@ class Run:
             **{f"snapshots/{n}": np.frombuffer(snapshot.data, np.uint8) for n, snapshot in snapshots.items()},
             **(self.evaluator.pending() if self.evaluator is not None else {}),
             **({"last_obs": np.stack(last_obs)} if len(last_obs) == len(logs) else {}),
+            **({"recurrent_state": self.recurrent_state} if self.state_size else {}),
         }
         self.say_if_long(sum(tensors[f"episodes/{n}"].nbytes for n in range(self.N)))
         headers = {n: snapshot.header() for n, snapshot in snapshots.items()}

@@ -8,7 +8,7 @@ import torch
 from htsrl.config import A2COptions
 from htsrl.learner import losses
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
-from htsrl.learner.minibatches import Rows, deal, make_batch
+from htsrl.learner.minibatches import Rows, make_batch
 from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, rmsprop, set_learning_rate
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
@@ -54,7 +54,7 @@ class A2C:
         records: list[torch.Tensor] = []
 
         if len(batch.valid):
-            rows = batch.rows(*deal(batch.valid, 1, rollout.reward.numel()))
+            rows = batch.rows(*batch.dealt(1, rollout.reward.numel()))
             if options.normalize_advantage:
                 rows.advantage.copy_(losses.whiten(rows.advantage, rows.weight))
             (everything,) = rows.minibatches()

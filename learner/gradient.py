@@ -33,7 +33,7 @@ def accumulate_gradient(
     """
 
     def forward(piece: Rows, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        params, value = model(batch.obs.index_select(0, piece.index))
+        params, value = model(batch.obs.index_select(0, piece.index), batch.sequences(piece))
         return loss(params, value, piece)
 
     def work(shard: Shard, pieces: list[Rows], loss: Loss) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def accumulate_gradient(
     shards, count = parameters.shards, parameters.parts
     losses = loss if isinstance(loss, Sequence) else [loss] * count
     assert len(losses) == count
-    pieces = list(rows.pieces(piece_rows(model.row_bytes, batch.obs.device), count))
+    pieces = list(rows.pieces(piece_rows(model.row_bytes, batch.obs.device), count, batch.length))
     if shards:
         threads = workers(count)
         parts = [threads.submit(work, shard, pieces[k::count], losses[k]) for k, shard in enumerate(shards)]

@@ -113,7 +113,8 @@ class IMPALA:
         )
 
         # One forward pass over obs[0] to obs[T]; the last row's policy is not asked for
-        params, value = self.model(rollout.obs.index_select(1, take).flatten(0, 1))
+        sequences = None if rollout.memory is None else rollout.memory.sequences(chosen, T + 1)
+        params, value = self.model(rollout.obs.index_select(1, take).flatten(0, 1), sequences)
         log_prob, entropy = self.model.head.log_prob_entropy(params[: T * C], action)
         log_ratio = losses.log_ratio(log_prob.detach(), behaviour_log_prob)
 
@@ -159,5 +160,8 @@ def named(rollout: Rollout, chosen: np.ndarray) -> dict[str, torch.Tensor]:
     """The rows [M, ...] of the columns ``chosen`` [C] by name; ``index`` is t * N + n of each."""
     T, N = rollout.reward.shape
     index = torch.from_numpy((np.arange(T)[:, None] * N + chosen).ravel())
-    columns = {each.name: getattr(rollout, each.name)[:T].flatten(0, 1) for each in fields(rollout)}
-    return {"index": index, **{name: column[index.to(column.device)] for name, column in columns.items()}}
+    columns = {
+        each.name: getattr(rollout, each.name)[:T].flatten(0, 1) for each in fields(rollout) if each.name != "memory"
+    }
+    rows = {"index": index, **{name: column[index.to(column.device)] for name, column in columns.items()}}
+    return rows if rollout.memory is None else rows | rollout.memory.sequences(chosen, T).named()

@@ -16,10 +16,11 @@ from htsrl.learner import make_algorithm
 from htsrl.learner.allocator import keep_freed_memory
 from htsrl.learner.delayed import delayed_update, update_at_newest
 from htsrl.learner.moments import Moments
-from htsrl.learner.rollout import Rollout
+from htsrl.learner.rollout import Memory, Rollout
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rng import Stream, generator
+from htsrl.storage.episodes import begins_after
 from htsrl.storage.trace import mark
 
 
@@ -175,9 +176,15 @@ class Learner:
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-        obs = tensor(storage.obs)
+        obs, memory = tensor(storage.obs), None
+        last_state: tuple[torch.Tensor, ...] = ()
+        if self.model.state_size:
+            begins = np.zeros((len(obs), self.num_envs), np.bool_)
+            begins[1:] = begins_after(storage, np.s_[:])
+            memory = Memory(tensor(storage.state[0]), begins)
+            last_state = (tensor(storage.state[-1]),)
         with torch.inference_mode():
-            _, bootstrap = self.model(obs[-1])
+            _, bootstrap, *_ = self.model.step(obs[-1], *last_state)
         return Rollout(
             obs=obs,
             action=tensor(storage.action),
@@ -187,4 +194,5 @@ class Learner:
             terminated=tensor(storage.terminated).float(),
             truncated=tensor(storage.truncated).float(),
             valid=tensor(storage.valid).float(),
+            memory=memory,
         )

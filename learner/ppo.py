@@ -16,7 +16,7 @@ from htsrl.config import PPOOptions
 from htsrl.learner import losses, returns
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
 from htsrl.learner.kl import adapted, kl_penalty
-from htsrl.learner.minibatches import Batch, Rows, deal, make_batch, per_episode, piece_rows
+from htsrl.learner.minibatches import Batch, Rows, make_batch, per_episode, piece_rows
 from htsrl.learner.moments import Moments
 from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, set_learning_rate
 from htsrl.learner.rewards import normalized
@@ -65,15 +65,15 @@ class PPO:
         if self.penalty is not None:
             batch = replace(batch, before=self._policy(batch))
         episode_rows = rows_of_episodes(rollout) if options.batched_by == "episodes" else None
-        per_epoch = min(options.minibatches, len(batch.valid))
+        per_epoch = batch.enough_for(options.minibatches)
         size = -(-rollout.reward.numel() // options.minibatches)
         records: list[torch.Tensor] = []
         unchecked: list[Rows] = []
 
         for epoch in range(options.epochs if per_epoch else 0):
-            # Shuffle, and deal the rows out to minibatches of one fixed size.
+            # Shuffle, and deal the rows (a recurrent policy's columns) out to minibatches of one fixed size.
             mark("shuffle", epoch)
-            index, weight = deal(rng.permutation(batch.valid), per_epoch, size)
+            index, weight = batch.dealt(per_epoch, size, rng)
             rows = batch.rows(index, weight if episode_rows is None else per_episode(index, weight, episode_rows))
             if options.normalize_advantage:
                 rows.advantage.copy_(losses.whiten(rows.advantage, rows.weight))
@@ -109,7 +109,12 @@ class PPO:
         """The policy's distribution [R, P] in every row, invalid ones too, as many at once as a pass may take."""
         size = piece_rows(self.model.row_bytes, batch.obs.device)
         with torch.no_grad():
-            return torch.cat([self.model(obs)[0] for obs in batch.obs.split(size)])
+            if batch.memory is None:
+                return torch.cat([self.model(obs)[0] for obs in batch.obs.split(size)])
+            (everything,) = batch.rows(*batch.dealt(1, len(batch.action))).minibatches()
+            pieces = list(everything.pieces(size, length=batch.length))
+            params = [self.model(batch.obs.index_select(0, each.index), batch.sequences(each))[0] for each in pieces]
+            return torch.cat(params)[torch.cat([each.index for each in pieces]).argsort()]
 
     def _adapt(self, batch: Batch, penalty: float) -> dict[str, float]:
         """Fit β to how far this update has moved the policy, over all transitions; returns both.

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from htsrl.models.recurrent import Sequences
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a recurrent policy started from, and where it started anew."""
+
+    state: torch.Tensor
+    """[N, S] float32 before row 0, under the behaviour parameters."""
+    begins: np.ndarray
+    """[T+1, N] bool, on the host: the row is the first of an episode. Of row 0 the state says it."""
+
+    def sequences(self, columns: np.ndarray, length: int) -> Sequences:
+        """The first ``length`` rows of ``columns`` [C]."""
+        take = torch.from_numpy(columns).to(self.state.device)
+        return Sequences(self.state.index_select(0, take), self.begins[:length, columns])
 
 
 @dataclass(frozen=True)
@@ -33,3 +51,5 @@ class Rollout:
     """[T, N] float32, 1 where the episode was cut off by a time limit."""
     valid: torch.Tensor
     """[T, N] float32, 0 where the row is not a transition."""
+    memory: Memory | None = None
+    """Only of a recurrent policy."""

@@ -62,9 +62,7 @@ def continued(log: EpisodeLog, storage: Any, n: int, row: int) -> EpisodeLog:
     """Where replica ``n`` stands before row ``row`` of ``storage``, if it stood at ``log`` before the first."""
     if row == 0:
         return log
-    # An episode begins after the row that terminated the one before, or after the row that is not a transition.
-    ended = (storage.episode_length[:row, n] > 0) & ~storage.truncated[:row, n]
-    beginnings = np.flatnonzero(ended | ~storage.valid[:row, n])
+    beginnings = np.flatnonzero(begins_after(storage, np.s_[:row, n]))
     pieces: tuple[np.ndarray, ...]
     if len(beginnings):
         pieces = (storage.action[int(beginnings[-1]) + 1 : row, n].copy(),)
@@ -76,6 +74,15 @@ def continued(log: EpisodeLog, storage: Any, n: int, row: int) -> EpisodeLog:
         reset_pending=bool(storage.truncated[row - 1, n]),
         last_obs=storage.obs[row, n].copy(),
     )
+
+
+def begins_after(storage: Any, rows: Any) -> np.ndarray:
+    """Whether the row after each of ``rows``, any index of ``storage``'s, is the first of an episode.
+
+    An episode begins after the row that terminated the one before, or after the row that is not a transition. A life
+    that is lost ends none.
+    """
+    return (storage.episode_length[rows] > 0) & ~storage.truncated[rows] | ~storage.valid[rows]
 
 
 def appended(pieces: tuple[np.ndarray, ...], new: np.ndarray) -> tuple[np.ndarray, ...]:

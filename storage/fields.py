@@ -36,13 +36,16 @@ class Field:
     readers: tuple[Role, ...]
 
 
-def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int) -> list[Field]:
-    """The fields of one rollout storage; there are two of these."""
+def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int, state_size: int = 0) -> list[Field]:
+    """The fields of one rollout storage; there are two of these.
+
+    ``state_size`` is S of a recurrent policy; without one there are no states.
+    """
 
     def field(name: str, shape: tuple[int, ...], dtype: type | np.dtype, writer: Role, *readers: Role) -> Field:
         return Field(name, shape, np.dtype(dtype), writer, readers)
 
-    return [
+    fields = [
         field("obs", (T + 1, N, *spec.observation_shape), spec.observation_dtype, "executor", "actor", "learner"),
         field("noise", (T, N, noise_size), np.float32, "run", "actor"),
         field("action", (T, N, *spec.action.stored_shape), spec.action.stored_dtype, "actor", "executor", "learner"),
@@ -58,6 +61,14 @@ def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int) -> list[Field
         field("episode_score", (T, N), np.float32, "executor", "run"),
         field("behaviour_version", (1,), np.int64, "run", "learner"),
     ]
+    if state_size:
+        # Row t: what is remembered before that row. An answer to it reads row t and writes row t+1, never in place: so
+        # it stays a function of what it read, and a row that is answered twice, by another actor after a failure, gets
+        # the same bits. An executor that begins an episode in row t+1 then sets that to zeros. (A truncated episode's
+        # last observation begins none: its value is asked with what its episode left.) Row 0 is the last one of the
+        # interval before, copied by the run, or of the unroll before, copied by its executor.
+        fields.append(field("state", (T + 1, N, state_size), np.float32, "actor", "actor", "run", "learner"))
+    return fields
 
 
 def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
@@ -106,12 +117,13 @@ def trace_field_names(lane: str) -> tuple[str, str, str]:
     return f"{name}_marks", f"{name}_made", f"{name}_pid"
 
 
-def unroll_fields(spec: EnvSpec, T: int, N: int, noise_size: int, slots: int) -> list[Field]:
+def unroll_fields(spec: EnvSpec, T: int, N: int, noise_size: int, slots: int, state_size: int = 0) -> list[Field]:
     """The fields of schedule 'async': a ring of ``slots`` rollouts, [slots, T or T+1, N, ...] each.
 
     Parameters are taken as they come, so every row says which version acted.
     """
-    rows = [field for field in rollout_fields(spec, T, N, noise_size) if field.name != "behaviour_version"]
+    fields = rollout_fields(spec, T, N, noise_size, state_size)
+    rows = [field for field in fields if field.name != "behaviour_version"]
     rows.append(Field("behaviour_version", (T, N), np.dtype(np.int64), "actor", ("run", "learner")))
     return [replace(field, shape=(slots, *field.shape)) for field in rows]
 

@@ -345,7 +345,8 @@ def test_a_step_that_is_not_finite_can_be_made_again_from_what_was_left(parts):
     rows = Rows(**columns | {"index": torch.arange(len(obs))})
     with kfac.recording(other.blocks) as tapes:
         of_parts = [partial(other._loss, tape, noise) for tape in tapes]
-        accumulate_gradient(other.model, other.parameters, types.SimpleNamespace(obs=obs), rows, of_parts)
+        batch = types.SimpleNamespace(obs=obs, length=1, sequences=lambda rows: None)
+        accumulate_gradient(other.model, other.parameters, batch, rows, of_parts)
     torch.testing.assert_close(
         other.parameters.vector.grad, algorithm.parameters.vector.grad, rtol=0.0, atol=0.0, equal_nan=True
     )

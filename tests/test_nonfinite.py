@@ -91,7 +91,7 @@ def test_the_step_can_be_made_again_from_what_was_left(algo, schedule):
     obs = columns.pop("obs")
     del columns["t"], columns["n"]
     rows = Rows(**columns | {"index": torch.arange(len(obs))})
-    batch = SimpleNamespace(obs=obs)
+    batch = SimpleNamespace(obs=obs, length=1, sequences=lambda rows: None)
     terms = accumulate_gradient(model, parameters, batch, rows, made.algorithm._loss)
     np.testing.assert_array_equal(terms.numpy(), arrays["records"][-1][: len(terms)])
     assert not np.isfinite(arrays["records"][-1]).all()

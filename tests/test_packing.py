@@ -258,7 +258,7 @@ def test_a_row_s_answer_does_not_depend_on_its_company():
     buckets = invariant_buckets(model, spec, 8, device)
     assert set(buckets) <= set(bucket_sizes(64))
     batch = InferenceBatch(model, spec, buckets, device)
-    rows, _ = probe_rows(spec, model.head, 8)
+    rows, *_ = probe_rows(spec, model.head, 8)
     noise = np.random.default_rng(1).gumbel(size=(8, 6)).astype(np.float32)
     found = []
     for size in (1, 3, 8):

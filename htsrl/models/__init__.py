@@ -107,7 +107,7 @@ def refuse_wrong_kernels(spec: EnvSpec, model: ActorCritic, exact: ActorCritic) 
     obs = torch.from_numpy(rng.integers(0, 256, shape, np.uint8) if bytes_ else rng.random(shape, np.float32))
     answers = []
     for each in (model, exact):
-        params, value = each(obs)
+        params, value, *_ = each.step(obs, *each.blank_state(len(obs)))
         gradients = torch.autograd.grad(params.sum() + value.sum(), list(each.trunk.parameters()), allow_unused=True)
         answers.append([params, value, *(g for g in gradients if g is not None)])
     for rounded, right in zip(*answers, strict=True):

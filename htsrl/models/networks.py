@@ -20,6 +20,7 @@ from htsrl.envs.spec import EnvSpec, Part
 from htsrl.errors import ConfigError
 from htsrl.models.heads import DiagonalGaussian, Head, mask_logits
 from htsrl.models.normalize import Normalize
+from htsrl.models.recurrent import Core, Sequences
 
 # Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
 # to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
@@ -33,19 +34,29 @@ Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class ActorCritic(nn.Module):
-    """A trunk, and on top of it a policy and a value function; ``head`` says what the policy's parameters mean."""
+    """A trunk, and on top of it a policy and a value function; ``head`` says what the policy's parameters mean.
+
+    With a recurrent ``core`` between them, policy and value of a row also depend on the rows of its episode before it.
+    """
 
     custom = False
     """True for a network of the user's own, of which nothing is known but what it returns."""
 
     def __init__(
-        self, head: Head, trunk: nn.Module, policy: nn.Module, value: nn.Module, initial_log_std: float
+        self,
+        head: Head,
+        trunk: nn.Module,
+        policy: nn.Module,
+        value: nn.Module,
+        initial_log_std: float,
+        core: Core | None = None,
     ) -> None:
         super().__init__()
         self.head = head
         self.trunk = trunk
         self.policy = policy
         self.value = value
+        self.core = core
         self.row_bytes = 0
         """Bytes of the widest tensor that one observation becomes on its way; ``build_model`` sets it."""
         self.bf16 = False
@@ -64,16 +75,49 @@ class ActorCritic(nn.Module):
         elif isinstance(head, DiagonalGaussian):
             self.log_std = nn.Parameter(torch.full((head.dimensions,), float(initial_log_std)))
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Policy parameters [B, P] and value [B], float32, for ``obs`` [B, *obs] in the environment's dtype."""
+    @property
+    def state_size(self) -> int:
+        """S: numbers of recurrent state; 0 without."""
+        return 0 if self.core is None else self.core.state_size
+
+    def forward(self, obs: torch.Tensor, sequences: Sequences | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Policy parameters [B, P] and value [B], float32, for ``obs`` [B, *obs] in the environment's dtype.
+
+        With a recurrent core the rows are those of ``sequences``, B = L * C; without, there are none.
+        """
+        features = self.features(obs)
+        assert (self.core is None) == (sequences is None)
+        if self.core is not None:
+            features = self.core(features, sequences)
+        return self.outputs(obs, features)
+
+    def step(self, obs: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Policy parameters [B, P] and value [B] of one row each; with a recurrent core, from its state [B, S].
+
+        Then the state [B, S] after the row comes third.
+        """
+        features = self.features(obs)
+        if self.core is None:
+            return self.outputs(obs, features)
+        features, after = self.core.step(features, *state)
+        return *self.outputs(obs, features), after
+
+    def blank_state(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """What :meth:`step` takes beside ``rows`` observations that begin an episode."""
+        return () if self.core is None else (torch.zeros(rows, self.state_size),)
+
+    def features(self, obs: torch.Tensor) -> torch.Tensor:
+        """[B, F] float32: what the trunk makes of ``obs``."""
         if self.normalize is not None:
             obs = self.normalize(obs)
         if self.bf16:
             # Weights that were rounded once are not cached: the actor's are rounded already, the learner's change
             with torch.autocast(obs.device.type, torch.bfloat16, cache_enabled=False):
-                features = self.trunk(obs).float()
-        else:
-            features = self.trunk(obs)
+                return self.trunk(obs).float()
+        return self.trunk(obs)
+
+    def outputs(self, obs: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Policy parameters [B, P] and value [B] for [B, F] that were made of ``obs``, which may hold a mask."""
         params = self.policy(features)
         if self.mask is not None:
             params = mask_logits(params, obs[..., self.mask])
@@ -86,9 +130,16 @@ class ActorCritic(nn.Module):
 
 
 def mlp(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
-    """For vectors: a policy and a value network, each with hidden layers of its own."""
+    """For vectors: a policy and a value network, each with hidden layers of its own.
+
+    In front of a recurrent core both have the same: a row's state is one.
+    """
     trunk = Vectors(spec.parts) if spec.parts else nn.Flatten()
     inputs = trunk.size if isinstance(trunk, Vectors) else math.prod(spec.observation_shape)
+
+    if options.recurrent != "none":
+        hidden, features = hidden_layers(inputs, options, rng)
+        return on_trunk(nn.Sequential(trunk, *hidden), features, head, options, rng)
 
     def layers(outputs: int, gain: float) -> nn.Sequential:
         hidden, features = hidden_layers(inputs, options, rng)
@@ -136,7 +187,7 @@ def nature_trunk(
 
 
 def impala_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
-    """The deep residual network of Espeholt et al. 2018 (figure 3), without its LSTM."""
+    """The deep residual network of Espeholt et al. 2018 (figure 3); its LSTM is a recurrent core."""
     return on_trunk(*impala_trunk(spec.observation_shape, spec.observation_dtype, options, rng), head, options, rng)
 
 
@@ -156,9 +207,16 @@ def impala_trunk(
 
 
 def on_trunk(trunk: nn.Module, features: int, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
-    """A linear policy and a linear value function on the [B, ``features``] that ``trunk`` makes of observations."""
+    """A linear policy and a linear value function on the [B, ``features``] that ``trunk`` makes of observations.
+
+    Between them stands the recurrent core, if there is to be one.
+    """
+    core = None
+    if options.recurrent != "none":
+        core = Core(options.recurrent, features, options.recurrent_size, rng)
+        features = options.recurrent_size
     policy = linear(features, head.output_size, POLICY_GAIN, rng)
-    return ActorCritic(head, trunk, policy, linear(features, 1, VALUE_GAIN, rng), options.initial_log_std)
+    return ActorCritic(head, trunk, policy, linear(features, 1, VALUE_GAIN, rng), options.initial_log_std, core)
 
 
 def blank_observations(spec: EnvSpec) -> torch.Tensor:
@@ -176,10 +234,10 @@ def widest_row(model: ActorCritic, obs: torch.Tensor) -> int:
 
     hooks = [module.register_forward_hook(note) for module in model.modules()]
     with torch.no_grad():
-        model(obs)
+        model.step(obs, *model.blank_state(len(obs)))
     for hook in hooks:
         hook.remove()
-    return max(sizes)
+    return max(sizes) if model.core is None else max(*sizes, model.core.row_bytes)
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
