@@ -10,8 +10,10 @@ import fcntl
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -31,6 +33,8 @@ ATTEMPTS = 5
 # A fork server that lives answers within milliseconds, once it has imported what it should.
 IMPORT_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 10.0
+# The system takes names of sockets up to 107 bytes, and multiprocessing appends two names of its own.
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ONE_AT_A_TIME = threading.Lock()
@@ -121,10 +125,20 @@ def join(process: BaseProcess) -> None:
 
 def _ensure_server() -> None:
     """Start the fork server, if it does not run. It ignores what is for the run, but only once it has come so far."""
+    _have_short_folder()
     with _signals_blocked():
         resource_tracker.ensure_running()  # multiprocessing's own: it unblocks some of them behind it
     with _signals_blocked():
         forkserver.ensure_running()
+
+
+def _have_short_folder() -> None:
+    """Have the fork server's socket in /tmp where the folder for temporary files has too long a name for it."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None and len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+        config["tempdir"] = folder
 
 
 @contextmanager

@@ -419,7 +419,7 @@ LIVES = {
     "around resuming and the end": [
         ("before htsrl.report:Reporter.interval", 3),
         ("before htsrl.training:rewind", 1),
-        ("after os:truncate", 1),  # one of the files is taken back
+        ("after os:ftruncate", 1),  # one of the files is taken back
         ("before htsrl.report:Reporter.finish", 1),  # the last checkpoint is there, the result not
     ],
 }

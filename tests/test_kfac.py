@@ -18,7 +18,7 @@ def on(trunk, features, obs, action=DISCRETE, seed=0):
     """An ActorCritic on ``trunk``, as build_model would leave it for observations like ``obs``."""
     spec = vector_spec(action)
     model, _ = network(spec)
-    options = type("Options", (), {"initial_log_std": 0.0})
+    options = type("Options", (), {"initial_log_std": 0.0, "recurrent": "none"})
     model = on_trunk(trunk, features, model.head, options, torch.Generator().manual_seed(seed))
     model.blank = torch.zeros_like(obs[:4])
     model.row_bytes = 4 * obs[0].numel()

@@ -121,6 +121,15 @@ def test_a_run_needs_no_shared_memory_folder(start, tmp_path):
     assert not run.left()
 
 
+def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path):
+    """Longer than the name of a socket may be."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    line = command(tmp_path / "run", "--total-steps", "640")
+    done = subprocess.run(line, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_replaced_children_leave_nothing_in_the_run(tmp_path):
     with running(tmp_path / "run", env="CartPole-v1", total_steps=10**9) as run:
         stop = threading.Event()
@@ -135,7 +144,8 @@ def test_replaced_children_leave_nothing_in_the_run(tmp_path):
                 children = psutil.Process().children(recursive=True)
                 zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in children)
                 seen.append((run.crew.recovered, len(children), zombies, len(os.listdir("/proc/self/fd"))))
-                next(child for child in run.crew.children if child.role == role).kill()
+                victim = next(child for child in run.crew.children if child.role == role)
+                signal.pidfd_send_signal(victim.pidfd, signal.SIGKILL)  # without waiting: it will be closed
                 while run.crew.recovered == seen[-1][0] and not stop.is_set():
                     time.sleep(0.01)
             stop.set()
