@@ -109,7 +109,7 @@ def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> l
     """
     waiting: set[int] = set()
     while True:
-        numbers = set(ports.inbox.take().tolist())  # after a recovery, a message may have been sent twice
+        numbers = set(ports.inbox.take())  # after a recovery, a message may have been sent twice
         if STOP in numbers:
             return None
         waiting |= {g for g in numbers if control.posted[g] > control.answered[g]}

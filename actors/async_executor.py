@@ -62,7 +62,7 @@ def run_async_executor(ports: ExecutorPorts) -> None:
                         open_unroll(slots, row // T, groups[g])
                     control.posted[g] = row + 1
                     request([g], actor_of, ports)
-            messages = ports.inbox.take().tolist()
+            messages = ports.inbox.take()
 
 
 def open_unroll(slots: list[Any], number: int, replicas: list[Replica]) -> None:

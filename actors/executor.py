@@ -80,7 +80,7 @@ def run_executor(ports: ExecutorPorts) -> None:
             # Step replicas in the order in which their answers arrive
             while rows:
                 mark("wait")
-                arrived = arrived or ports.inbox.take().tolist()
+                arrived = arrived or ports.inbox.take()
                 for g in arrived:
                     if g == STOP:
                         return

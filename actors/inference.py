@@ -9,7 +9,7 @@ rows happen to wait together then changes nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,7 @@ class InferenceBatch:
         """[largest bucket, K]"""
         self.state = self._state.numpy()
         """[largest bucket, S]: what the rows before left; zeros for the first row of an episode."""
+        self._inputs = {bucket: self._rows(bucket) for bucket in buckets}
         if device.type == "cpu" and not model.custom:
             self._sample = {bucket: self._traced(sampled, bucket) for bucket in buckets}
 
@@ -74,9 +75,13 @@ class InferenceBatch:
         RunFailed where an action is NaN, which no environment takes: it would be blamed for what it makes of that.
         """
         bucket = next(size for size in self.buckets if size >= rows)
-        inputs = [x.to(self.device, non_blocking=True) for x in self._rows(bucket)]
+        inputs: Iterable[torch.Tensor] = self._inputs[bucket]
+        if self.device.type != "cpu":
+            inputs = (x.to(self.device, non_blocking=True) for x in inputs)
         outputs = self._most_likely(*inputs) if mode else self._sample[bucket](*inputs)
-        answer = Answer(*(x[:rows].cpu().numpy() for x in outputs))
+        if self.device.type != "cpu":
+            outputs = (x.cpu() for x in outputs)
+        answer = Answer(*(x.numpy()[:rows] for x in outputs))
         if answer.action.dtype.kind == "f" and np.isnan(answer.action).any():
             raise RunFailed(
                 "the policy's action is NaN: its network has overflowed, or can't take what the environment returned; "

@@ -6,6 +6,7 @@ A round trip costs a few microseconds; a read takes all messages that wait; whoe
 from __future__ import annotations
 
 import os
+from array import array
 from multiprocessing import reduction
 from typing import Any
 
@@ -42,8 +43,8 @@ class _End:
 class Inbox(_End):
     """The reading end."""
 
-    def take(self) -> np.ndarray:
-        """All waiting numbers, uint32 [>= 1]; blocks while there are none.
+    def take(self) -> list[int]:
+        """All waiting numbers, one or more; blocks while there are none.
 
         Raises:
             EOFError: every writer is gone.
@@ -51,7 +52,7 @@ class Inbox(_End):
         data = os.read(self.fd, _CAPACITY)
         if not data:
             raise EOFError("mailbox closed: every writer is gone")
-        return np.frombuffer(data, np.uint32)
+        return memoryview(data).cast("I").tolist()
 
 
 class Outbox(_End):
@@ -59,11 +60,13 @@ class Outbox(_End):
 
     def post(self, *numbers: int) -> None:
         """Post a few numbers."""
-        self.post_array(np.array(numbers, np.uint32))
+        self._write(array("I", numbers).tobytes())
 
     def post_array(self, numbers: np.ndarray) -> None:
         """Post a uint32 array."""
-        data = numbers.tobytes()
+        self._write(numbers.tobytes())
+
+    def _write(self, data: bytes) -> None:
         for start in range(0, len(data), _ATOMIC):
             os.write(self.fd, data[start : start + _ATOMIC])
 

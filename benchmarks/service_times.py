@@ -193,7 +193,7 @@ def expect(inbox: Inbox, count: int) -> list[int]:
     numbers: list[int] = []
     while len(numbers) < count:
         try:
-            numbers += inbox.take().tolist()
+            numbers += inbox.take()
         except EOFError:
             raise RunFailed("a process ended while it was measured") from None
     return numbers
@@ -279,7 +279,7 @@ def listen(inbox: Inbox, told: queue.SimpleQueue[int]) -> None:
     """Pass on every number until there is nobody left to send one."""
     with suppress(EOFError):
         while True:
-            for number in inbox.take().tolist():
+            for number in inbox.take():
                 told.put(number)
 
 

@@ -6,8 +6,6 @@ the unrolls that the learner has not taken yet.
 
 from __future__ import annotations
 
-import numpy as np
-
 from htsrl.actors.async_actor import run_async_actor
 from htsrl.actors.async_executor import run_async_executor
 from htsrl.config import AnyConfig
@@ -47,8 +45,8 @@ class AsyncCrew(Crew):
         self._control.released[g] += 1
         self._to_executor[int(self._layout.executor_of[g])][1].post(g)
 
-    def _arrived(self, numbers: np.ndarray) -> None:
-        for g in numbers.tolist():
+    def _arrived(self, numbers: list[int]) -> None:
+        for g in numbers:
             self.queue.look(g)
 
     def _standing(self, e: int) -> dict[int, EpisodeLog]:

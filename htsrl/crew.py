@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
 import psutil
 
 from htsrl import processes
@@ -326,7 +325,7 @@ class Crew:
                 with self.changes:
                     self.changes.notify_all()
 
-    def _arrived(self, numbers: np.ndarray) -> None:
+    def _arrived(self, numbers: list[int]) -> None:
         """Take in what executors post: here that they are at the barrier, which their counters say, too."""
 
     def _hear(self, child: Child) -> None:

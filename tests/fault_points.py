@@ -178,7 +178,7 @@ class WatchedEnd:
     def __init__(self, end: Any, points: Points, name: str, doubled: bool) -> None:
         self.end, self.points, self.name, self.doubled = end, points, name, doubled
 
-    def take(self) -> np.ndarray:
+    def take(self) -> list[int]:
         numbers = self.end.take()
         self.points.passed("after take")
         return numbers

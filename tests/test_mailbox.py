@@ -15,7 +15,7 @@ def test_one_take_returns_everything_that_waits_in_order(posts):
     inbox, outbox = mailbox()
     for numbers in posts:
         outbox.post_array(np.array(numbers, np.uint32))
-    assert inbox.take().tolist() == [n for numbers in posts for n in numbers]
+    assert inbox.take() == [n for numbers in posts for n in numbers]
     inbox.close()
     outbox.close()
 
@@ -23,7 +23,7 @@ def test_one_take_returns_everything_that_waits_in_order(posts):
 def test_take_blocks_until_somebody_posts():
     inbox, outbox = mailbox()
     taken = []
-    reader = threading.Thread(target=lambda: taken.append(inbox.take().tolist()))
+    reader = threading.Thread(target=lambda: taken.append(inbox.take()))
     reader.start()
     reader.join(0.05)
     assert reader.is_alive()
@@ -41,7 +41,7 @@ def test_posts_of_several_writers_stay_whole():
         writer.start()
     numbers = []
     while len(numbers) < 8000:
-        numbers += inbox.take().tolist()
+        numbers += inbox.take()
     for writer in writers:
         writer.join()
     assert np.bincount(numbers).tolist() == [1000] * 8
