@@ -16,6 +16,14 @@ from leftovers import ENDLESS, WatchedRun, command
 LINGER = 1.0
 
 
+@pytest.fixture(autouse=True)
+def nothing_ignored():
+    """Whoever runs the tests under nohup has SIGHUP ignored, and its children inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Terminal:
     """A terminal of its own for one run, and the window that shows it."""
 
