@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from htsrl.actors.delays import random_pauses
-from htsrl.actors.executor import Replica, action_converter, check_observations, open_rows, request, step_group
+from htsrl.actors.executor import Replica, check_observations, open_rows, request, step_group
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts
 from htsrl.actors.reports import reported, send_ready
@@ -23,7 +23,7 @@ def run_async_executor(ports: ExecutorPorts) -> None:
             replica.start(log, ports.lines)
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control, slots = ports.arena.views("control"), slots_of(ports.arena.views("unrolls"))
-        to_env = action_converter(ports.spec.action, ports.squash_actions)
+        to_env = replicas[0].to_env
         pause = random_pauses(ports.delay_ms)
         actor_of = ports.layout.actor_of.tolist()
         T = ports.sync_interval

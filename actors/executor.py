@@ -49,7 +49,7 @@ def run_executor(ports: ExecutorPorts) -> None:
         groups = {g: [replicas[n - columns.start] for n in ports.layout.groups[g]] for g in own_groups}
         control = ports.arena.views("control")
         storages = [ports.arena.views("even"), ports.arena.views("odd")]
-        to_env = action_converter(ports.spec.action, ports.squash_actions)
+        to_env = replicas[0].to_env
         pause = random_pauses(ports.delay_ms)
         actor_of = ports.layout.actor_of.tolist()
         T = ports.sync_interval

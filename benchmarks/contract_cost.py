@@ -131,7 +131,7 @@ def inference(bench: Bench, spread: list[int], seconds: float) -> dict[str, list
 
 def draw_noise(bench: Bench, keyed: bool) -> None:
     """An interval's action noise: each replica's from its own generator, or all from one."""
-    draw = rng.gumbel if bench.model.head.noise_kind == "gumbel" else rng.normal
+    draw = functools.partial(rng.action_noise, bench.model.head.noise_kind)
     noise = bench.storage.noise
     T, N, K = noise.shape
     if not keyed:

@@ -102,7 +102,6 @@ def evaluate(
         noise = rng.generator(seed, rng.Stream.EVALUATION_NOISE, episode)
         return Slot(env, np.array(obs), noise, episode, np.zeros(batch.model.state_size, np.float32))
 
-    draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
     count = min(SLOTS, episodes)
     slots = [
         begin(envs.make(spec.env_id, options, render=film is not None and k == 0, masked=spec.mask_in_info))
@@ -112,7 +111,7 @@ def evaluate(
         # One batched forward pass for all
         for row, slot in enumerate(playing):
             batch.obs[row] = slot.obs
-            batch.noise[row] = draw(slot.noise, (head.noise_size,))
+            batch.noise[row] = rng.action_noise(head.noise_kind, slot.noise, (head.noise_size,))
             batch.state[row] = slot.state
         answer = batch.answer(len(playing), mode=not stochastic)
         if answer.state is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -66,6 +66,11 @@ def gumbel(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Standard normal noise, float32."""
     return rng.standard_normal(size=shape, dtype=np.float32)
+
+
+def action_noise(kind: Literal["gumbel", "normal"], rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Noise of the ``kind`` that an action head samples with, float32."""
+    return gumbel(rng, shape) if kind == "gumbel" else normal(rng, shape)
 
 
 def saved_state(rng: np.random.Generator) -> dict[str, Any]:

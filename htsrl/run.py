@@ -263,8 +263,8 @@ class Run:
     def noise(self, n: int, j: int) -> np.ndarray:
         """The action noise [T, K] of replica ``n`` in interval ``j``."""
         head = self.learner.model.head
-        draw = rng.gumbel if head.noise_kind == "gumbel" else rng.normal
-        return draw(rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j), (self.T, head.noise_size))
+        generator = rng.generator(self.config.seed, rng.Stream.ACTION_NOISE, n, j)
+        return rng.action_noise(head.noise_kind, generator, (self.T, head.noise_size))
 
     def advance_logs(self, j: int) -> None:
         """Take the episode logs, and what the policy remembers of these episodes, to the end of interval j."""

@@ -15,7 +15,7 @@ from htsrl.learner.minibatches import Batch, Rows, deal, make_batch
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
-from htsrl.rng import gumbel, normal
+from htsrl.rng import action_noise, normal
 from htsrl.storage.trace import mark
 
 # What an update records of its loss.
@@ -115,9 +115,8 @@ class ACKTR:
     def _noise(self, rng: np.random.Generator, rows: int) -> Noise:
         """Noise for an action [T*N, noise_size] and a value [T*N] of every row of a batch, drawn on the host."""
         head, device = self.model.head, self.parameters.vector.device
-        draw = gumbel if head.noise_kind == "gumbel" else normal
         return Noise(
-            action=torch.from_numpy(draw(rng, (rows, head.noise_size))).to(device),
+            action=torch.from_numpy(action_noise(head.noise_kind, rng, (rows, head.noise_size))).to(device),
             value=torch.from_numpy(normal(rng, (rows,))).to(device),
         )
 

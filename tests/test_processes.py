@@ -101,7 +101,9 @@ def test_a_fork_server_that_has_answered_before_is_not_waited_for_long(monkeypat
     monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 0.5)
     processes.start(time.sleep, 0, "first").join()
     server.suspend()
+    began = time.monotonic()
     process = processes.start(time.sleep, 0, "second")  # by a new one, which may take its time for imports
     process.join()
     assert process.exitcode == 0
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    assert time.monotonic() - began < processes.IMPORT_TIMEOUT_S / 2
