@@ -76,6 +76,6 @@ def open_unroll(slots: list[Any], number: int, replicas: list[Replica]) -> None:
 
 def leave_unroll(slot: Any, replicas: list[Replica]) -> None:
     """Check the observations of a full unroll, and keep the last ones: the slot is the learner's from now on."""
-    check_observations(slot.obs, replicas)
+    check_observations(slot, replicas)
     for replica in replicas:
         replica.obs = slot.obs[-1, replica.column].copy()

@@ -101,7 +101,7 @@ def run_executor(ports: ExecutorPorts) -> None:
 
             # Finish: report at the barrier
             mark("check")
-            check_observations(storage.obs, replicas)
+            check_observations(storage, replicas)
             for replica in replicas:
                 replica.obs = storage.obs[T, replica.column].copy()
             control.finished[ports.index] = interval + 1
@@ -334,8 +334,9 @@ def action_converter(action: ActionSpec, squashed: bool) -> Callable[[np.ndarray
     return squash
 
 
-def check_observations(obs: np.ndarray, replicas: list[Replica]) -> None:
-    """Refuse NaN and infinity before anything is learned from them; once per interval, over [T+1, n, *obs]."""
+def check_observations(storage: Any, replicas: list[Replica]) -> None:
+    """Refuse NaN and infinity before anything is learned from them; once per interval, over its T+1 rows."""
+    obs = storage.obs
     vectors = [part for part in replicas[0].spec.parts if part.kind == "vector"]
     if obs.dtype.kind != "f" and not vectors:
         return
@@ -344,8 +345,24 @@ def check_observations(obs: np.ndarray, replicas: list[Replica]) -> None:
         numbers = [own[:, part.bytes].view(part.dtype) for part in vectors] or [own.reshape(len(obs), -1)]
         finite = np.logical_and.reduce([np.isfinite(each).all(axis=1) for each in numbers])
         if not finite.all():
-            row = int(np.flatnonzero(~finite)[0])
-            error = ValueError(
-                f"the environment returned an observation with NaN or infinity (row {row} of the interval)"
-            )
+            replica.episode, replica.steps = place_of(storage, replica, int(np.flatnonzero(~finite)[0]))
+            error = ValueError("the environment returned an observation with NaN or infinity")
             raise replica.fault("observation") from error
+
+
+def place_of(storage: Any, replica: Replica, row: int) -> tuple[int, int]:
+    """The episode, and the steps in it, that led to ``replica``'s observation in ``row``; it stands at the last row."""
+    n = replica.column
+    episode, steps = replica.episode, replica.steps
+    for t in reversed(range(row, len(storage.reward))):
+        # From obs[t+1] back to obs[t]
+        begun = not storage.valid[t, n] or (storage.terminated[t, n] and storage.episode_length[t, n])
+        if not begun:
+            steps -= 1
+            continue
+        episode -= 1
+        if storage.valid[t, n]:
+            steps = int(storage.episode_length[t, n]) - 1
+        elif t > 0:
+            steps = int(storage.episode_length[t - 1, n])
+    return episode, steps

@@ -13,18 +13,21 @@ from faulty_envs import Steady
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
+from recording import record
 from rollouts import BOX, DISCRETE, network, vector_spec
 
 from htsrl import envs
-from htsrl.actors.executor import Replica, step_group
+from htsrl.actors.executor import Replica, place_of, step_group
 from htsrl.actors.inference import InferenceBatch
 from htsrl.actors.reports import EnvironmentFault
 from htsrl.config import GymnasiumOptions
 from htsrl.envs import checks
 from htsrl.envs.spaces import encode_observations
+from htsrl.envs.synthetic import Counting
 from htsrl.errors import ConfigError, EnvironmentFailed, RunFailed
 from htsrl.evaluation import evaluate, evaluation_batch
 from htsrl.models import build_model
+from htsrl.rng import episode_seed
 from htsrl.settings import configure
 
 GOOD = np.array([1.5, -2.0, 3.0, 4.0], np.float32)
@@ -221,6 +224,21 @@ def test_an_action_of_nan_never_reaches_an_environment(mode):
 
 
 # ------------------------------------------------------------------------------------------- before a start, evaluating
+
+
+def test_every_row_of_an_interval_knows_its_episode_and_step(tmp_path):
+    """Reckoned back from where a replica stands after an interval, across both ends of episodes and carried resets."""
+    intervals = record(tmp_path, "synthetic:counting", num_envs=3, sync_interval=16, total_steps=3 * 16 * 6).intervals
+    for n in range(3):
+        tags = [Counting.Episode.of(episode_seed(0, n, k)).tag for k in range(40)]
+        for interval in intervals:
+            storage = SimpleNamespace(**interval)
+            places = [(tags.index(tag), step) for _, tag, step, _ in storage.obs[:, n].astype(int).tolist()]
+            stands = SimpleNamespace(column=n, episode=places[-1][0], steps=places[-1][1])
+            first = 0 if storage.valid[0, n] else 1  # an observation carried over was looked at before
+            reckoned = [place_of(storage, stands, row) for row in range(first, len(places))]
+            assert reckoned == places[first:]
+        assert places[-1][0] > 3
 
 
 @pytest.mark.parametrize(
