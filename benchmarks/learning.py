@@ -56,6 +56,10 @@ class Task:
     """What differs from the preset."""
     async_settings: Mapping[str, Any] = field(default_factory=dict)
     """What differs under schedule async, beside that."""
+    async_algo: str | None = None
+    """Another algorithm under schedule async, with its own preset."""
+    async_steps: int | None = None
+    """Another budget under schedule async, where schedules are compared after equal times."""
     pause_ms: float = 0.0
     """Of the learner after every update, see slow_learner.py."""
     schedules: tuple[str, ...] = SCHEDULES
@@ -104,6 +108,19 @@ TASKS = {
         "HalfCheetah-v5", "batchppo", 1_000_000, "return", 2000.0, (500.0, 1000.0, 2000.0), False
     ),
     "hopper-batchppo": Task("Hopper-v5", "batchppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
+    # What users would pick instead: V-trace without a barrier, with as much time. It takes more steps in it.
+    "football-equal-time": Task(
+        "gfootball:academy_empty_goal_close",
+        "ppo",
+        200_000,
+        "score",
+        None,
+        (0.4, 0.8, 0.9),
+        True,
+        async_algo="impala",
+        async_steps=400_000,
+        schedules=("hts", "async"),
+    ),
     # The paper's central claim: what stale policies cost, and that it grows with the time that learning takes. Systems
     # without a barrier let trajectories wait; here sixteen for each replica.
     "cartpole-fast-learner": Task(
@@ -210,7 +227,10 @@ def opened(path: Path, name: str, steps: int, episodes: int) -> dict[str, Any]:
 def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, Any], runs: Path) -> dict[str, Any]:
     """Train and evaluate one run; returns its part of the record."""
     run_dir = unused(runs / f"{name}-{schedule}-{seed}")
-    train = ["train", "--algo", task.algo, "--env", task.env, "--total-steps", str(record["steps"])]
+    algo, steps = algo_of(task, schedule), record["steps"]
+    if schedule == "async" and task.async_steps and steps == task.steps:
+        steps = task.async_steps
+    train = ["train", "--algo", algo, "--env", task.env, "--total-steps", str(steps)]
     train += ["--seed", str(seed), "--schedule", schedule, "--run-dir", str(run_dir), "--no-tensorboard"]
     train += flags({**task.settings, **(task.async_settings if schedule == "async" else {})})
     evaluate = ["eval", str(run_dir), "--episodes", str(record["evaluation"]["episodes"]), "--json"]
@@ -227,6 +247,7 @@ def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, A
     return {
         "seed": seed,
         "schedule": schedule,
+        "algo": algo,
         "value": value,
         "passed": passes(task, value),
         "steps_to_reach": reached,
@@ -240,6 +261,11 @@ def trained(task: Task, name: str, seed: int, schedule: str, record: dict[str, A
         "config": config,
         "curve": [row[: len(CURVE_COLUMNS)] for row in thinned(curve)],
     }
+
+
+def algo_of(task: Task, schedule: str) -> str:
+    """The algorithm that ``task`` runs under ``schedule``."""
+    return (task.async_algo or task.algo) if schedule == "async" else task.algo
 
 
 def program(pause_ms: float) -> list[str]:
@@ -310,6 +336,13 @@ def curve_mean(curve: list[list[float | None]], measure: str) -> float | None:
     return total / weight if weight else None
 
 
+def after(seconds: float, run: dict[str, Any], measure: str) -> float | None:
+    """The running mean of ``measure`` when ``run`` had lasted for ``seconds``; None before there is one."""
+    column, clock = CURVE_COLUMNS.index(measure), CURVE_COLUMNS.index("seconds")
+    values = [row[column] for row in run["curve"] if row[clock] <= seconds]
+    return values[-1] if values else None
+
+
 def thinned(curve: list[list[float | None]]) -> list[list[float | None]]:
     """At most MOST_POINTS rows of ``curve``, the last among them, evenly spread."""
     stride = math.ceil(len(curve) / MOST_POINTS)
@@ -321,8 +354,14 @@ def thinned(curve: list[list[float | None]]) -> list[list[float | None]]:
 
 
 def comparison(record: dict[str, Any]) -> dict[str, Any]:
-    """Means over each schedule's seeds; those of steps to a milestone are None where one run never reached it."""
+    """Means over each schedule's seeds; those of steps to a milestone are None where one run never reached it.
+
+    Where the machine did nothing else, also the running means when the shortest of all runs ended.
+    """
     compared = {}
+    shortest = None
+    if not any(run["shared_machine"] for run in record["runs"]):
+        shortest = min(run["result"]["seconds"] for run in record["runs"])
     for schedule in SCHEDULES:
         runs = [run for run in record["runs"] if run["schedule"] == schedule]
         if not runs:
@@ -336,6 +375,9 @@ def comparison(record: dict[str, Any]) -> dict[str, Any]:
                 level: mean([run["steps_to_reach"][level] for run in runs]) for level in runs[0]["steps_to_reach"]
             },
         }
+        if shortest is not None:
+            reached = mean([after(shortest, run, record["measure"]) for run in runs])
+            compared[schedule]["after_equal_time"] = {"seconds": shortest, "curve": reached}
     return compared
 
 
@@ -353,17 +395,21 @@ def summary(record: dict[str, Any]) -> str:
     bound = "-" if aim is None else f"{aim:g}" if most is None else f"{aim:g} to {most:g}"
     head = ["run", "seed", measure, word, "", "curve mean", *(f"steps to {level}" for level in levels), "steps/s"]
     rows = [head]
+    equal = [means["after_equal_time"] for means in record["comparison"].values() if "after_equal_time" in means]
+    if equal:
+        head.append(f"curve at {equal[0]['seconds']:,.0f} s")
     for run in record["runs"]:
         reached = [number(run["steps_to_reach"][level], 9) for level in levels]
         rows.append(
             [
-                f"{record['task']} {run['schedule']}",
+                f"{record['task']} {name_of(run, record)}",
                 str(run["seed"]),
                 number(run["value"]),
                 *((bound, "") if aim is None else (bound, "pass" if run["passed"] else "miss")),
                 number(run["curve_mean"]),
                 *(steps.partition(".")[0] for steps in reached),
                 number(run["result"]["steps_per_second"]),
+                *(number(after(each["seconds"], run, measure)) for each in equal[:1]),
             ]
         )
     for schedule, means in record["comparison"].items():
@@ -378,9 +424,16 @@ def summary(record: dict[str, Any]) -> str:
                 number(means["curve_mean"]),
                 *(steps.partition(".")[0] for steps in reached),
                 number(means["steps_per_second"]),
+                *([number(means["after_equal_time"]["curve"])] if equal else []),
             ]
         )
     return table(rows)
+
+
+def name_of(run: dict[str, Any], record: dict[str, Any]) -> str:
+    """The run's schedule, and its algorithm where that isn't the task's."""
+    algo = run.get("algo", record["algo"])
+    return run["schedule"] if algo == record["algo"] else f"{run['schedule']} ({algo})"
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -405,16 +458,16 @@ def plot(record: dict[str, Any], path: Path) -> None:
         named = set()
         for run in record["runs"]:
             points = [row for row in run["curve"] if row[value_column] is not None]
-            colour, schedule = colours[run["schedule"]], run["schedule"]
+            colour, label = colours[run["schedule"]], name_of(run, record)
             panel.plot(
                 [row[column] for row in points],
                 [row[value_column] for row in points],
                 color=colour,
                 linewidth=1.3,
                 alpha=0.8,
-                label=None if schedule in named else schedule,
+                label=None if label in named else label,
             )
-            named.add(schedule)
+            named.add(label)
             panel.plot([run["result"][unit]], [run["value"]], "o", color=colour, markersize=5)
         for level in (record["threshold"], record.get("most")):
             if level is not None:
