@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,25 @@ def test_synthetic_environments_are_as_described_and_reproducible(name: str) -> 
     assert play(other, 5, choices=choices) == expected
     assert play(other, 6, choices=choices) != expected
     assert play(other, 5, choices=1)[1:] != expected[1:]
+
+
+def test_sleep_has_its_thread_woken_in_time() -> None:
+    def slack() -> int:
+        return ctypes.CDLL(None).prctl(30, *[ctypes.c_ulong(0)] * 4)  # PR_GET_TIMERSLACK, in nanoseconds
+
+    def step_and_look() -> None:
+        seen.append(slack())
+        envs.make("synthetic:sleep", QUIET)
+        seen.append(slack())
+        envs.make("synthetic:sleep", SyntheticOptions(step_ms=0.1))
+        seen.append(slack())
+
+    seen: list[int] = []
+    thread = threading.Thread(target=step_and_look)
+    thread.start()
+    thread.join()
+    assert seen[0] > 1
+    assert seen == [seen[0], seen[0], 1]
 
 
 def test_sleep_takes_its_time_without_changing_anything() -> None:

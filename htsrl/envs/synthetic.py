@@ -25,7 +25,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,8 @@ class Sleep:
     def __init__(self, options: SyntheticOptions) -> None:
         self._shape = options.step_shape
         self._scale = (options.step_ms or 0.0) / 1000.0 / options.step_shape
+        if self._scale:
+            sleep_exactly()
         table = generator(0, Stream.ENVIRONMENT, self.OBSERVATIONS)
         self._table = table.standard_normal((self.OBSERVATIONS, options.observation_size), dtype=np.float32)
         self.reset(0)
@@ -75,6 +79,13 @@ class Sleep:
 
     def close(self) -> None:
         return None
+
+
+def sleep_exactly() -> None:
+    """Have this thread's sleeps end in time. Linux otherwise ends them up to 50 µs late: 2.5% of a step of 2 ms."""
+    if sys.platform == "linux":
+        PR_SET_TIMERSLACK = 29
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, *(ctypes.c_ulong(number) for number in (1, 0, 0, 0)))
 
 
 class Counting:
