@@ -98,8 +98,11 @@ def answer_rows(batch: InferenceBatch, storage: FlatRows, obs_index: np.ndarray,
 
 def tell_executors(groups: list[int], executor_of: list[int], ports: ActorPorts) -> None:
     """Post the numbers of ``groups`` to their executors."""
-    for e in {executor_of[g] for g in groups}:
-        ports.executors[e].post(*(g for g in groups if executor_of[g] == e))
+    numbers: dict[int, list[int]] = {}
+    for g in groups:
+        numbers.setdefault(executor_of[g], []).append(g)
+    for e, own in numbers.items():
+        ports.executors[e].post(*own)
 
 
 def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> list[int] | None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,29 +76,20 @@ def memory(threshold: float, most: float | None = None, **settings: Any) -> Task
 
 
 IMPORTANCE = {"delay": "importance"}
+BF16 = {"precision": "bf16"}
+CARTPOLE_PPO = Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False)
+FOOTBALL_PPO = Task("gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True)
 TASKS = {
-    "cartpole-ppo": Task("CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False),
+    "cartpole-ppo": CARTPOLE_PPO,
     "cartpole-batchppo": Task("CartPole-v1", "batchppo", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-a2c": Task("CartPole-v1", "a2c", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-impala": Task("CartPole-v1", "impala", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
     "cartpole-acktr": Task("CartPole-v1", "acktr", 400_000, "return", 475.0, (195.0, 400.0, 475.0), False),
-    "football-empty-goal": Task(
-        "gfootball:academy_empty_goal_close", "ppo", 200_000, "score", 0.9, (0.4, 0.8, 0.9), True
-    ),
-    "cartpole-ppo-importance": Task(
-        "CartPole-v1", "ppo", 200_000, "return", 475.0, (195.0, 400.0, 475.0), False, IMPORTANCE, schedules=("hts",)
-    ),
-    "football-empty-goal-importance": Task(
-        "gfootball:academy_empty_goal_close",
-        "ppo",
-        200_000,
-        "score",
-        0.9,
-        (0.4, 0.8, 0.9),
-        True,
-        IMPORTANCE,
-        schedules=("hts",),
-    ),
+    "football-empty-goal": FOOTBALL_PPO,
+    "cartpole-ppo-importance": replace(CARTPOLE_PPO, settings=IMPORTANCE, schedules=("hts",)),
+    "football-empty-goal-importance": replace(FOOTBALL_PPO, settings=IMPORTANCE, schedules=("hts",)),
+    "cartpole-ppo-bf16": replace(CARTPOLE_PPO, settings=BF16, schedules=("hts",)),
+    "football-empty-goal-bf16": replace(FOOTBALL_PPO, settings=BF16, schedules=("hts",)),
     "memory-ppo-lstm": memory(0.95, recurrent="lstm", recurrent_size=32),
     "memory-ppo-gru": memory(0.95, recurrent="gru", recurrent_size=32),
     "memory-ppo": memory(0.35, most=0.65),
@@ -109,17 +100,8 @@ TASKS = {
     ),
     "hopper-batchppo": Task("Hopper-v5", "batchppo", 1_000_000, "return", 1500.0, (500.0, 1000.0, 1500.0), False),
     # What users would pick instead: V-trace without a barrier, with as much time. It takes more steps in it.
-    "football-equal-time": Task(
-        "gfootball:academy_empty_goal_close",
-        "ppo",
-        200_000,
-        "score",
-        None,
-        (0.4, 0.8, 0.9),
-        True,
-        async_algo="impala",
-        async_steps=400_000,
-        schedules=("hts", "async"),
+    "football-equal-time": replace(
+        FOOTBALL_PPO, threshold=None, async_algo="impala", async_steps=400_000, schedules=("hts", "async")
     ),
     # The paper's central claim: what stale policies cost, and that it grows with the time that learning takes. Systems
     # without a barrier let trajectories wait; here sixteen for each replica.
@@ -137,7 +119,7 @@ TASKS = {
         async_settings={"async_slots": 16},
         pause_ms=10.0,
     ),
-    "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True, {"precision": "bf16"}),
+    "pong-ppo": Task("atari:Pong", "ppo", 1_500_000, "return", 15.0, (-15.0, 0.0, 15.0), True, BF16),
 }
 
 

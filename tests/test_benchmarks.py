@@ -81,6 +81,33 @@ def test_curve_measures(benchmarks):
     assert thinned([]) == []
 
 
+def test_schedules_are_compared_after_equal_times(benchmarks):
+    from learning import TASKS, algo_of, comparison, summary
+
+    task = TASKS["football-equal-time"]
+    assert [algo_of(task, schedule) for schedule in task.schedules] == ["ppo", "impala"]
+
+    def run(schedule, seconds, shared):
+        curve = [[100.0 * k, None, k / 10, seconds * k / 10] for k in range(1, 11)]
+        return {
+            "schedule": schedule, "seed": 0, "algo": algo_of(task, schedule), "value": 1.0, "passed": True,
+            "curve": curve, "curve_mean": 0.5, "steps_to_reach": {}, "shared_machine": shared,
+            "result": {"steps_per_second": 1000.0 / seconds, "seconds": seconds},
+        }  # fmt: skip
+
+    record = {"task": "race", "algo": "ppo", "measure": "score", "milestones": [], "threshold": None}
+    record["runs"] = [run("hts", 10.0, False), run("async", 25.0, False)]
+    record["comparison"] = comparison(record)
+    reached = {schedule: means["after_equal_time"] for schedule, means in record["comparison"].items()}
+    assert reached == {"hts": {"seconds": 10.0, "curve": 1.0}, "async": {"seconds": 10.0, "curve": 0.4}}
+    first, *lines = summary(record).splitlines()
+    assert first.endswith("curve at 10 s")
+    assert ["race async (impala)", "0.400"] in [[line[:19], line.split()[-1]] for line in lines]
+
+    record["runs"][0]["shared_machine"] = True  # then times say nothing
+    assert not any("after_equal_time" in means for means in comparison(record).values())
+
+
 def test_workloads_are_valid_configurations(benchmarks):
     from workloads import FIXED, flags, workload
 
