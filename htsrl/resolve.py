@@ -55,7 +55,7 @@ def layout_for(config: AnyConfig, spec: EnvSpec) -> Layout:
     runtime = config.runtime
     executors = automatic_executors(spec) if runtime.num_executors == "auto" else runtime.num_executors
     executors = min(executors, runtime.num_envs)
-    automatic = max(math.ceil(runtime.num_envs / executors / groups_per_executor(spec, executors)), 1)
+    automatic = max(math.ceil(runtime.num_envs / executors / groups_per_executor(spec, runtime.num_actors)), 1)
     automatic = max(min(automatic, runtime.num_envs // runtime.num_actors), 1)
     group = automatic if runtime.envs_per_group == "auto" else runtime.envs_per_group
     return Layout(runtime.num_envs, executors, runtime.num_actors, group)
@@ -70,13 +70,13 @@ def automatic_executors(spec: EnvSpec) -> int:
     return available_cores()
 
 
-def groups_per_executor(spec: EnvSpec, executors: int) -> int:
+def groups_per_executor(spec: EnvSpec, actors: int) -> int:
     """Two, so that an executor steps one group while the actor answers the other.
 
-    Where steps are cheap and no core would be idle meanwhile, one: fewer messages and forward passes do the same work.
+    Where actors and learner use every core that waiting executors leave, one: fewer messages and fewer, larger forward
+    passes do the same work.
     """
-    cheap = not spec.has_images and not spec.sleeps
-    return 1 if cheap and available_cores() <= executors + 1 else 2
+    return 1 if not spec.sleeps and available_cores() <= actors + 1 else 2
 
 
 def available_cores() -> int:
