@@ -108,12 +108,16 @@ class Bench:
         self.replicas = [
             envs.make(config.env, config.environment, masked=self.spec.mask_in_info) for _ in range(self.N)
         ]
+        # Where they stand: intervals follow each other as in a run, not always from the first steps of an episode
+        self.rng = np.random.default_rng(0)
+        self.lengths, self.episodes = [0] * self.N, itertools.count()
+        for n, env in enumerate(self.replicas):
+            self.storage.obs[self.T, n] = env.reset(seed=episode_seed(0, n, next(self.episodes)))
 
     def fill(self) -> int:
-        """Play an interval with random actions into the storage; returns its steps."""
-        storage, spec = self.storage, self.spec
+        """Play the next interval with random actions into the storage; returns its steps."""
+        storage, spec, rng, lengths = self.storage, self.spec, self.rng, self.lengths
         to_env = action_converter(spec.action, self.config.network.squash_actions)
-        rng = np.random.default_rng(0)
         if spec.action.kind == "box":
             storage.action[:] = rng.standard_normal(storage.action.shape)
         else:
@@ -121,9 +125,7 @@ class Bench:
                 (..., 0) if spec.action.kind == "discrete" else ...
             ]
         limit = spec.max_episode_steps or sys.maxsize
-        lengths, episodes = [0] * self.N, itertools.count()
-        for n, env in enumerate(self.replicas):
-            storage.obs[0, n] = env.reset(seed=episode_seed(0, n, next(episodes)))
+        storage.obs[0] = storage.obs[self.T]
         for t in range(self.T):
             for n, action in enumerate(to_env(storage.action[t])):
                 obs, reward, terminated, truncated, _ = self.replicas[n].step(action)
@@ -131,7 +133,7 @@ class Bench:
                 storage.terminated[t, n] = terminated
                 lengths[n] += 1
                 if terminated or truncated or lengths[n] >= limit:
-                    obs = self.replicas[n].reset(seed=episode_seed(0, n, next(episodes)))
+                    obs = self.replicas[n].reset(seed=episode_seed(0, n, next(self.episodes)))
                     lengths[n] = 0
                 storage.obs[t + 1, n] = obs
         return self.T * self.N
