@@ -88,7 +88,6 @@ TASKS = {
     "football-empty-goal": FOOTBALL_PPO,
     "cartpole-ppo-importance": replace(CARTPOLE_PPO, settings=IMPORTANCE, schedules=("hts",)),
     "football-empty-goal-importance": replace(FOOTBALL_PPO, settings=IMPORTANCE, schedules=("hts",)),
-    "cartpole-ppo-bf16": replace(CARTPOLE_PPO, settings=BF16, schedules=("hts",)),
     "football-empty-goal-bf16": replace(FOOTBALL_PPO, settings=BF16, schedules=("hts",)),
     "memory-ppo-lstm": memory(0.95, recurrent="lstm", recurrent_size=32),
     "memory-ppo-gru": memory(0.95, recurrent="gru", recurrent_size=32),
