@@ -108,6 +108,18 @@ def test_schedules_are_compared_after_equal_times(benchmarks):
     assert not any("after_equal_time" in means for means in comparison(record).values())
 
 
+def test_the_readme_says_what_was_recorded(benchmarks):
+    from readme import filled, learning_table, speed_table
+
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    assert filled(filled(text, "results", learning_table()), "speed", speed_table()) == text
+    assert filled(text, "speed", ["| a |", "| - |"]) != text
+    small = "A\n<!-- speed -->\nWords.\n\n| old |\n| - |\n| 1 |\n<!-- end of speed -->\nB\n"
+    assert filled(small, "speed", ["| new |"]) == small.replace("| old |\n| - |\n| 1 |", "| new |")
+    with pytest.raises(AssertionError, match="no place for the table of results"):
+        filled(small, "results", [])
+
+
 def test_workloads_are_valid_configurations(benchmarks):
     from workloads import FIXED, flags, workload
 
