@@ -48,7 +48,7 @@ class IMPALA:
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """One gradient step per minibatch of replicas; ``progress`` in 0..1 is the used share of the step budget.
 
-        Returns means over the gradient steps. RunFailed before the step where the loss or its gradient is not finite.
+        Returns means over the gradient steps. NonFinite before the step where the loss or its gradient is not finite.
         """
         options = self.options
         step_size = learning_rate(options.learning_rate, options.lr_schedule, progress)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from htsrl import determinism, envs
+from htsrl.config import ALGORITHMS
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.run import Result, Run
@@ -67,6 +68,12 @@ class Metrics(Reporter):
     def interval(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         super().interval(record)
+
+
+def known_to(algo: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` without the number of passes and minibatches where ``algo`` makes one of each."""
+    foreign = {"epochs", "minibatches"} - ALGORITHMS[algo].model_fields.keys()
+    return {name: value for name, value in settings.items() if name not in foreign}
 
 
 def record(run_dir: Path, env: str, algo: str = "ppo", **settings: Any) -> Recording:

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from masked_envs import Numbers
-from recording import record
+from recording import known_to, record
 from test_recovery import disturb, result_of, rows, running
 from test_resume import bits, interrupted, no_changes
 from test_runtime import assert_same_bits, digests
@@ -157,13 +157,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     [
         ("Numbers", "impala", {"schedule": "async"}),
         ("Rooms", "impala", {}),
+        ("Rooms", "acktr", {"cold_updates": 1}),
+        ("Levers", "batchppo", {}),
         ("Switches", "a2c", {}),
         ("Stretched", "ppo", {"squash_actions": True, "state_dependent_std": True}),
+        ("Stretched", "acktr", {"cold_updates": 1, "squash_actions": True}),
     ],
 )
 def test_heads_and_parts_work_under_every_algorithm(tmp_path, env, algo, settings):
-    foreign = {"ppo": (), "a2c": ("minibatches", "epochs"), "impala": ("epochs",)}[algo]
-    small = {name: value for name, value in SMALL.items() if name not in foreign} | {"total_steps": 4 * 16 * 3}
+    small = known_to(algo, SMALL) | {"total_steps": 4 * 16 * 3}
     config = configure(
         f"masked_envs:{env}-v0", algo, run_dir=tmp_path / "run", progress="none", tensorboard=False,
         eval_every=64, eval_episodes=2, eval_stochastic=True, **settings, **small,

@@ -14,6 +14,7 @@ from contextlib import closing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recording import known_to
 
 from htsrl import envs
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
@@ -74,8 +75,7 @@ def interrupted(run_dir, after, **settings):
 
 def settings_for(algo="ppo", **settings):
     """SMALL, as far as the algorithm knows it, with ``settings`` on top."""
-    foreign = () if algo == "ppo" else ("minibatches", "epochs")
-    return {name: value for name, value in SMALL.items() if name not in foreign} | {"algo": algo} | settings
+    return known_to(algo, SMALL) | {"algo": algo} | settings
 
 
 def bits(run_dir):
@@ -104,6 +104,7 @@ def tensorboard_steps(run_dir):
         ("CartPole-v1", "ppo", EVALUATED),
         ("CartPole-v1", "ppo", {"schedule": "sync"}),
         ("CartPole-v1", "a2c", {}),
+        ("CartPole-v1", "impala", {}),
         ("Pendulum-v1", "ppo", {"max_episode_steps": 16}),
         ("synthetic:counting", "ppo", {}),
     ],

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import psutil
 import pytest
-from recording import record
+from recording import known_to, record
 
 from htsrl.envs.synthetic import Counting
 from htsrl.errors import EnvironmentFailed, RunFailed
@@ -51,8 +51,7 @@ def assert_same_bits(a, b):
     [("CartPole-v1", "ppo"), ("CartPole-v1", "a2c"), ("CartPole-v1", "impala"), ("Pendulum-v1", "ppo")],
 )
 def test_layouts_give_the_same_bits_and_another_seed_does_not(tmp_path, env, algo):
-    foreign = {"ppo": (), "a2c": ("minibatches", "epochs"), "impala": ("epochs",)}[algo]
-    settings = {name: value for name, value in SMALL.items() if name not in foreign}
+    settings = known_to(algo, SMALL)
     runs = {
         (executors, actors, group): record(
             tmp_path / f"{executors}x{actors}x{group}",
