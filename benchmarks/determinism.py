@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """The regression check of the determinism contract: algorithms x environments x schedules, each under several layouts.
 
+PPO and IMPALA, which read a recurrent policy's sequences each in a way of its own, with such cores, too.
+
     python benchmarks/determinism.py                                  # everything that is installed
     python benchmarks/determinism.py --envs CartPole-v1 --algorithms a2c --layouts 1x1,3x2x1
     python benchmarks/determinism.py --accept                         # after a change that is meant to change bits
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from htsrl.verify import Row, verify
 
 ENVS = ("CartPole-v1", "Pendulum-v1", "atari:Pong", "gfootball", "synthetic:sleep")
 SCHEDULES = ("hts", "sync")
+CORES = ("none", "lstm", "gru")
 LAYOUTS = {"hts": "1x1,2x2x1,4x1", "sync": "1x1,3x1,4x1x1"}
 GOLDEN = ROOT / "benchmarks" / "results" / "golden-digests.json"
 
@@ -49,10 +53,12 @@ OF_ENV: dict[str, dict[str, Any]] = {
 }
 OF_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {"epochs": 2, "minibatches": 4},
+    "batchppo": {"epochs": 2, "minibatches": 4},
     "impala": {"minibatches": 2},
     # Natural steps, so large that they show in the actions, from one decomposition: of large layers it takes seconds
     "acktr": {"cold_updates": 1, "kfac_interval": 4, "learning_rate": 100.0, "kl_clip": 0.01},
 }
+CORES_OF_ALGORITHM: dict[str, tuple[str, ...]] = {"ppo": CORES, "impala": ("none", "lstm")}
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,16 @@ class Cell:
     env: str
     algo: str
     schedule: str
+    recurrent: str
 
     def __str__(self) -> str:
-        return f"{self.env} {self.algo} {self.schedule}"
+        core = "" if self.recurrent == "none" else f" {self.recurrent}"
+        return f"{self.env} {self.algo} {self.schedule}{core}"
 
     def config(self) -> AnyConfig:
         """The small run."""
         size = HEAVY if envs.family_of(self.env) in ("atari", "football") else LIGHT
-        own = OF_ENV.get(self.env, {}) | OF_ALGORITHM.get(self.algo, {})
+        own = OF_ENV.get(self.env, {}) | OF_ALGORITHM.get(self.algo, {}) | {"recurrent": self.recurrent}
         return configure(self.env, self.algo, schedule=self.schedule, device="cpu", **size, **own)
 
 
@@ -98,6 +106,7 @@ def main() -> int:
     parser.add_argument("--envs", default=",".join(ENVS), metavar="E,E", help=f"default: {', '.join(ENVS)}")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), metavar="A,A", help=", ".join(ALGORITHMS))
     parser.add_argument("--schedules", default=",".join(SCHEDULES), metavar="S,S", help=", ".join(SCHEDULES))
+    parser.add_argument("--recurrent", default=",".join(CORES), metavar="C,C", help=", ".join(CORES))
     parser.add_argument("--layouts", metavar="L,L", help=f"executors x actors (default: {LAYOUTS})")
     parser.add_argument("--delays", type=float, default=2.0, metavar="MS", help="longest random pause (default: 2)")
     parser.add_argument("--golden", type=Path, default=GOLDEN, metavar="FILE", help="digests to compare with")
@@ -107,9 +116,8 @@ def main() -> int:
 
     algorithms = chosen(given.algorithms, tuple(ALGORITHMS), "algorithm")
     schedules = chosen(given.schedules, SCHEDULES, "schedule")
-    cells = [
-        Cell(env, algo, schedule) for env in given.envs.split(",") for algo in algorithms for schedule in schedules
-    ]
+    cores = chosen(given.recurrent, CORES, "recurrent core")
+    cells = matrix(given.envs.split(","), algorithms, schedules, cores)
     # All refusals before the first run; an environment that isn't installed is left out.
     runnable: list[Cell] = []
     for cell in cells:
@@ -134,6 +142,18 @@ def main() -> int:
     failed = [cell for cell, outcome in outcomes.items() if not outcome.ok]
     print(f"\n{len(outcomes) - len(failed)} of {len(outcomes)} cells are well, {len(cells) - len(runnable)} left out")
     return 1 if failed or not outcomes else 0
+
+
+def matrix(
+    env_ids: Sequence[str], algorithms: Sequence[str], schedules: Sequence[str], cores: Sequence[str]
+) -> list[Cell]:
+    """Every cell of these, each algorithm with those of ``cores`` that it is checked with."""
+    return [
+        Cell(env, algo, schedule, core)
+        for env, algo, schedule in product(env_ids, algorithms, schedules)
+        for core in CORES_OF_ALGORITHM.get(algo, ("none",))
+        if core in cores
+    ]
 
 
 def check(cell: Cell, layouts: str, delay_ms: float, golden: Path, accept: bool) -> Outcome:

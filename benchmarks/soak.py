@@ -145,7 +145,7 @@ def soak(
         took = time.monotonic() - asked
     finally:
         tree.end(process)
-    _, alive = psutil.wait_procs([each for each in tree.processes() if each.pid != process.pid], timeout=2)
+    _, alive = psutil.wait_procs([each for each in tree.processes() if each.pid != process.pid], timeout=10)
     left = [f"process {each.pid}" for each in alive]
     # torch's optimizers import its compiler, which makes a folder for all programs of a user
     left += [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]

@@ -108,11 +108,13 @@ def killing(run: Run) -> Iterator[None]:
     generator = rng.unseeded()
 
     def strike() -> None:
+        answered_before = 0
         while not done.wait(generator.random() * LONGEST_PEACE_S):
-            crew = list(run.crew.children)
+            crew, answered = list(run.crew.children), int(run.control.answered.sum())
             # A process that has just been replaced may finish a step first: progress is what a run recovers with
-            if not all(child.ready for child in crew) or not run.control.answered.any():
+            if not all(child.ready for child in crew) or answered == answered_before:
                 continue
+            answered_before = answered
             child = crew[int(generator.integers(len(crew)))]
             with suppress(OSError):  # it was being replaced
                 signal.pidfd_send_signal(child.pidfd, signal.SIGKILL if generator.random() < 0.7 else signal.SIGSTOP)

@@ -9,7 +9,7 @@ from htsrl.config import A2COptions
 from htsrl.learner import losses
 from htsrl.learner.gradient import accumulate_gradient, clip_gradient, require_finite, summary
 from htsrl.learner.minibatches import Rows, make_batch
-from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, rmsprop, set_learning_rate
+from htsrl.learner.optimizer import load_optimizer_state, optimizer_state, rmsprop_or_adam, set_learning_rate
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
@@ -32,12 +32,7 @@ class A2C:
         self.importance = importance
         self.model = model
         self.parameters = parameters
-        vector, rate, eps = parameters.vector, options.learning_rate, options.optimizer_eps
-        self.optimizer: torch.optim.Optimizer
-        if options.optimizer == "rmsprop":
-            self.optimizer = rmsprop(vector, rate, options.rmsprop_decay, eps)
-        else:
-            self.optimizer = adam(vector, rate, eps)
+        self.optimizer = rmsprop_or_adam(parameters.vector, options)
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """One gradient step on all of ``rollout``; ``progress`` in 0..1 is the used share of the step budget.
@@ -71,8 +66,7 @@ class A2C:
             self.optimizer.step()
 
         mark("summary")
-        table = torch.stack(records) if records else torch.zeros(0, len(TERMS) + 2)
-        return {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
+        return {**summary(records, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
 
     def _loss(self, params: torch.Tensor, value: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Policy gradient loss + c_v value loss - c_e entropy, and TERMS."""

@@ -108,8 +108,7 @@ class ACKTR:
             self.updates += 1
 
         mark("summary")
-        table = torch.stack(records) if records else torch.zeros(0, len(TERMS) + 2)
-        metrics |= summary(table, TERMS, options.cold_learning_rate if cold else largest)
+        metrics |= summary(records, TERMS, options.cold_learning_rate if cold else largest)
         return metrics | {"loss/explained_variance": batch.explained_variance}
 
     def _noise(self, rng: np.random.Generator, rows: int) -> Noise:

@@ -132,11 +132,11 @@ def require_finite(
     )
 
 
-def summary(records: torch.Tensor, terms: tuple[str, ...], learning_rate: float) -> dict[str, float]:
-    """Metrics of one update from its ``records`` [steps, terms + 2]: means over its gradient steps, read back once."""
+def summary(records: list[torch.Tensor], terms: tuple[str, ...], learning_rate: float) -> dict[str, float]:
+    """Metrics of one update from the ``records`` [terms + 2] of its gradient steps: means, read back at once."""
     metrics = {"learning_rate": learning_rate, "loss/gradient_steps": float(len(records))}
-    if len(records):
-        columns = records.cpu().numpy().T
+    if records:
+        columns = torch.stack(records).cpu().numpy().T
         metrics |= {f"loss/{name}": float(column.mean()) for name, column in zip(terms, columns, strict=False)}
         metrics["loss/grad_norm"] = float(columns[-2].mean())
         metrics["loss/grad_norm_clipped"] = float(columns[-1].max())

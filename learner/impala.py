@@ -17,7 +17,7 @@ from htsrl.config import IMPALAOptions
 from htsrl.learner import losses, returns
 from htsrl.learner.gradient import clip_gradient, gradient, require_finite, summary
 from htsrl.learner.minibatches import piece_rows
-from htsrl.learner.optimizer import adam, load_optimizer_state, optimizer_state, rmsprop, set_learning_rate
+from htsrl.learner.optimizer import load_optimizer_state, optimizer_state, rmsprop_or_adam, set_learning_rate
 from htsrl.learner.rollout import Rollout
 from htsrl.learner.schedules import learning_rate
 from htsrl.models import ActorCritic, FlatParameters
@@ -38,17 +38,12 @@ class IMPALA:
         self.options = options
         self.model = model
         self.parameters = parameters
-        vector, rate, eps = parameters.vector, options.learning_rate, options.optimizer_eps
-        self.optimizer: torch.optim.Optimizer
-        if options.optimizer == "rmsprop":
-            self.optimizer = rmsprop(vector, rate, options.rmsprop_decay, eps)
-        else:
-            self.optimizer = adam(vector, rate, eps)
+        self.optimizer = rmsprop_or_adam(parameters.vector, options)
 
     def update(self, rollout: Rollout, progress: float, rng: np.random.Generator) -> dict[str, float]:
         """One gradient step per minibatch of replicas; ``progress`` in 0..1 is the used share of the step budget.
 
-        Returns means over the gradient steps. RunFailed before the step where the loss or its gradient is not finite.
+        Returns means over the gradient steps. NonFinite before the step where the loss or its gradient is not finite.
         """
         options = self.options
         step_size = learning_rate(options.learning_rate, options.lr_schedule, progress)
@@ -88,8 +83,7 @@ class IMPALA:
             self.optimizer.step()
 
         mark("summary")
-        table = torch.stack(records) if records else torch.zeros(0, len(TERMS) + 2)
-        return {**summary(table, TERMS, step_size), "loss/explained_variance": explained_variance(learned)}
+        return {**summary(records, TERMS, step_size), "loss/explained_variance": explained_variance(learned)}
 
     def _pieces(self, rollout: Rollout, chosen: np.ndarray) -> list[np.ndarray]:
         """The columns ``chosen`` [C], as many at once as a forward and backward pass may take; at least one."""

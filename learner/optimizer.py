@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from htsrl.config import A2COptions, IMPALAOptions
+
 # Below this many parameters the threads of the CPU's fused kernel cost more than the kernel saves.
 _FUSED_FROM = 1 << 16
 
@@ -14,9 +16,12 @@ def adam(vector: torch.Tensor, learning_rate: float, eps: float) -> torch.optim.
     return torch.optim.Adam([vector], lr=learning_rate, eps=eps, fused=fused, foreach=False)
 
 
-def rmsprop(vector: torch.Tensor, learning_rate: float, decay: float, eps: float) -> torch.optim.RMSprop:
-    """RMSprop on ``vector`` [P]; ``decay`` smooths its squared gradients."""
-    return torch.optim.RMSprop([vector], lr=learning_rate, alpha=decay, eps=eps, foreach=False)
+def rmsprop_or_adam(vector: torch.Tensor, options: A2COptions | IMPALAOptions) -> torch.optim.Optimizer:
+    """RMSprop or Adam on ``vector`` [P], as ``options`` say."""
+    rate, eps = options.learning_rate, options.optimizer_eps
+    if options.optimizer == "adam":
+        return adam(vector, rate, eps)
+    return torch.optim.RMSprop([vector], lr=rate, alpha=options.rmsprop_decay, eps=eps, foreach=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

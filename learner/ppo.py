@@ -98,11 +98,12 @@ class PPO:
                 break
 
         mark("summary")
-        table = torch.stack(records).cpu() if records else torch.zeros(0, len(TERMS) + 2)
+        if unchecked:
+            records = list(torch.stack(records).cpu())
         for step, minibatch in enumerate(unchecked):
             rows_of = partial(batch.named, minibatch)
-            require_finite(list(table[: step + 1]), TERMS, divmod(step, per_epoch), rows_of, stepped=True)
-        metrics = {**summary(table, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
+            require_finite(records[: step + 1], TERMS, divmod(step, per_epoch), rows_of, stepped=True)
+        metrics = {**summary(records, TERMS, step_size), "loss/explained_variance": batch.explained_variance}
         return metrics | (self._adapt(batch, self.penalty) if self.penalty is not None and records else {})
 
     def _policy(self, batch: Batch) -> torch.Tensor:

@@ -52,6 +52,11 @@ class WatchedRun:
             assert time.monotonic() < deadline, "the run is too slow"
             time.sleep(0.02)
 
+    def interrupt(self) -> None:
+        """Ctrl-C, and wait until the run has heard of it: a second one before that would be one with the first."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        assert any("stopping after this interval" in line for line in self.process.stderr)
+
     def processes(self) -> list[psutil.Process]:
         """Those that live, the run's own included."""
         alive = []
@@ -65,7 +70,7 @@ class WatchedRun:
         """Those whose names begin with one of ``names``."""
         return [process for process in self.processes() if process.name().startswith(names)]
 
-    def left(self, seconds: float = 3.0) -> list[str]:
+    def left(self, seconds: float = 10.0) -> list[str]:
         """What is still there ``seconds`` after the end of the run's own process."""
         deadline = time.monotonic() + seconds
         while (processes := self.processes()) and time.monotonic() < deadline:

@@ -1,9 +1,10 @@
-"""Runs whose every interval is kept: for tests that look at what stood in the storages."""
+"""Runs in this process, and those whose every interval is kept: for tests that look at what stood in the storages."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 
 from htsrl import determinism, envs
+from htsrl.config import ALGORITHMS
 from htsrl.report import Reporter
 from htsrl.resolve import resolve
 from htsrl.run import Result, Run
-from htsrl.rundir import create_run_dir
+from htsrl.rundir import CONFIG, create_run_dir
 from htsrl.settings import configure
+from htsrl.tomlfile import save_config
 
 FIELDS = (
     "obs", "noise", "action", "log_prob", "value", "reward", "terminated", "truncated", "valid",
@@ -42,10 +45,10 @@ class Recording:
 class RecordingRun(Run):
     """A run that copies every storage before the learner consumes it."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.intervals: list[dict[str, np.ndarray]] = []
         self.behaviours: list[np.ndarray] = []
-        super().__init__(*args)
+        super().__init__(*args, **options)
 
     def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
         self.behaviours.append(behaviour.cpu().numpy().copy())
@@ -69,14 +72,30 @@ class Metrics(Reporter):
         super().interval(record)
 
 
-def record(run_dir: Path, env: str, algo: str = "ppo", **settings: Any) -> Recording:
-    """Train with ``settings`` (the flat names of the command line) and keep everything."""
-    settings = {"progress": "none", "tensorboard": False} | settings
-    config = configure(env=env, algo=algo, run_dir=run_dir, **settings)
+@contextmanager
+def opened(
+    kind: type[Run], run_dir: Path, reporter: type[Reporter] = Reporter, delay_ms: float = 0.0, **settings: Any
+) -> Iterator[Any]:
+    """A run of ``kind`` with ``settings``, from its start to its end; its folder is one that can be resumed."""
+    config = configure(run_dir=run_dir, **settings)
     spec = envs.describe(config.env, config.environment)
     config = resolve(config, spec)
     create_run_dir(config)
+    save_config(config, run_dir / CONFIG)
     determinism.enable()
-    with closing(Metrics(config, spec, run_dir)) as reporter, RecordingRun(config, spec, run_dir, reporter) as run:
+    with closing(reporter(config, spec, run_dir)) as made, kind(config, spec, run_dir, made, delay_ms=delay_ms) as run:
+        yield run
+
+
+def known_to(algo: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` without the number of passes and minibatches where ``algo`` makes one of each."""
+    foreign = {"epochs", "minibatches"} - ALGORITHMS[algo].model_fields.keys()
+    return {name: value for name, value in settings.items() if name not in foreign}
+
+
+def record(run_dir: Path, env: str, algo: str = "ppo", **settings: Any) -> Recording:
+    """Train with ``settings`` (the flat names of the command line) and keep everything."""
+    settings = {"env": env, "algo": algo, "progress": "none", "tensorboard": False} | settings
+    with opened(RecordingRun, run_dir, Metrics, **settings) as run:
         run.train(threading.Event())
-        return Recording(run.intervals, run.behaviours, reporter.records, run.result)
+        return Recording(run.intervals, run.behaviours, run.reporter.records, run.result)

@@ -20,9 +20,9 @@ from test_runtime import assert_same_bits, digests
 from torch import nn
 
 from htsrl import settings, training
-from htsrl.config import ACKTROptions, Config, GymnasiumOptions
+from htsrl.config import ACKTROptions
 from htsrl.errors import ConfigError, NonFinite
-from htsrl.learner import kfac, make_algorithm, minibatches
+from htsrl.learner import kfac, minibatches
 from htsrl.learner.acktr import ACKTR, Noise, step_size
 from htsrl.learner.gradient import accumulate_gradient
 from htsrl.learner.minibatches import Rows
@@ -35,9 +35,9 @@ def draws(seed=0):
     return np.random.default_rng(seed)
 
 
-def learner(spec=None, seed=0, steps=8, net=None, parts=1, **options):
+def learner(spec=None, steps=8, net=None, parts=1, **options):
     spec = spec or vector_spec()
-    model, parameters = network(spec, seed, **(net or {}))
+    model, parameters = network(spec, **(net or {}))
     if parts > 1:
         parameters = FlatParameters(model, shards=parts)
     return ACKTR(ACKTROptions(**options), model, parameters), rollout(spec, model, steps)
@@ -317,18 +317,6 @@ def test_metrics():
     assert warm["loss/fisher_trace"] > 0
 
 
-@pytest.mark.parametrize("poison", ["reward", "value", "obs"])
-def test_what_is_not_finite_stops_before_anything_changes(poison):
-    algorithm, data = learner(**WARM)
-    algorithm.update(data, 0.0, draws())
-    getattr(data, poison)[2, 1] = float("inf")
-    before, state = algorithm.parameters.vector.clone(), algorithm.state()
-    with pytest.raises(NonFinite, match="not finite in"):
-        algorithm.update(data, 0.25, draws())
-    assert torch.equal(algorithm.parameters.vector, before)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in algorithm.state().items())
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_that_is_not_finite_can_be_made_again_from_what_was_left(parts):
     """Gradient and factors, the same bits from the parameters, rows and noise alone."""
@@ -369,48 +357,6 @@ def test_a_fisher_matrix_that_is_not_finite_stops_before_anything_changes():
     assert all((tensor == 0).all() for tensor in algorithm.state().values())
 
 
-def test_rows_that_are_no_transitions_change_nothing():
-    algorithm, data = learner(**WARM)
-    other, _ = learner(**WARM)
-    hole = data.valid == 0
-    assert hole.any()
-    algorithm.update(data, 0.0, draws())
-    for field in ("obs", "log_prob", "reward"):
-        getattr(data, field)[: len(hole)][hole] = float("nan")
-    data.action[hole] = -7
-    other.update(data, 0.0, draws())
-    assert torch.equal(algorithm.parameters.vector, other.parameters.vector)
-
-
-def test_a_rollout_without_transitions_teaches_nothing():
-    algorithm, data = learner(**WARM)
-    before = algorithm.parameters.vector.clone()
-    metrics = algorithm.update(replace(data, valid=torch.zeros_like(data.valid)), 0.0, draws())
-    assert metrics["loss/gradient_steps"] == 0
-    assert torch.equal(algorithm.parameters.vector, before)
-    assert all((tensor == 0).all() for tensor in algorithm.state().values())
-
-
-@pytest.mark.parametrize("before", [0, 1, 2, 3])
-@pytest.mark.parametrize("spec", [vector_spec(BOX), image_spec(36, 36, 1)], ids=["box", "image"])
-def test_state_continues_bit_for_bit(spec, before):
-    """From among the cold updates and from between two decompositions."""
-    straight, data = learner(spec, cold_updates=1, kfac_interval=2)
-    for k in range(before):
-        straight.update(data, 0.1, draws(k))
-    saved, vector = straight.state(), straight.parameters.vector.clone()
-    resumed, _ = learner(spec, cold_updates=1, kfac_interval=2, seed=9)
-    resumed.update(data, 0.0, draws(9))  # what it holds must be forgotten
-    resumed.parameters.vector.copy_(vector)
-    resumed.load_state(saved)
-    for k in range(before, before + 3):
-        straight.update(data, 0.5, draws(k))
-        resumed.update(data, 0.5, draws(k))
-    assert torch.equal(resumed.parameters.vector, straight.parameters.vector)
-    assert all(torch.equal(tensor, straight.state()[name]) for name, tensor in resumed.state().items())
-    assert not torch.equal(saved["momentum"], straight.state()["momentum"]), "a saved state is a copy"
-
-
 def test_only_the_generator_that_is_given_decides_the_draws():
     vectors = []
     for seed, global_seed in ((0, 0), (0, 1), (1, 0)):
@@ -422,42 +368,6 @@ def test_only_the_generator_that_is_given_decides_the_draws():
     assert not torch.equal(vectors[0], vectors[2])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"learning_rate": 1e-3},
-        {"lr_schedule": "constant"},
-        {"discount": 0.5},
-        {"gae_lambda": 0.5},
-        {"entropy_coef": 0.3},
-        {"value_coef": 0.1},
-        {"max_grad_norm": 0.001},
-        {"normalize_advantage": True},
-        {"kl_clip": 1e-5},
-        {"momentum": 0.9},
-        {"damping": 1.0},
-        {"factor_decay": 0.1},
-        {"kfac_interval": 2},
-        {"cold_updates": 2},
-        {"cold_learning_rate": 0.1},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_every_option_has_an_effect(change):
-    assert set(ACKTROptions.model_fields) == {
-        "learning_rate", "lr_schedule", "discount", "gae_lambda", "entropy_coef", "value_coef", "max_grad_norm",
-        "normalize_advantage", "kl_clip", "momentum", "damping", "factor_decay", "kfac_interval", "cold_updates",
-        "cold_learning_rate",
-    }  # fmt: skip
-    start = {"cold_updates": 1, "kfac_interval": 1, "kl_clip": 0.1}
-    default, data = learner(**start)
-    changed, _ = learner(**(start | change))
-    for k in range(4):
-        default.update(data, 0.5, draws(k))
-        changed.update(data, 0.5, draws(k))
-    assert not torch.equal(default.parameters.vector, changed.parameters.vector)
-
-
 def test_an_advantaged_action_becomes_more_likely():
     algorithm, data = learner(value_coef=0.0, entropy_coef=0.0)
     flat = {"terminated": torch.ones_like(data.valid), "truncated": torch.zeros_like(data.valid)}
@@ -466,15 +376,6 @@ def test_an_advantaged_action_becomes_more_likely():
         algorithm.update(data, 0.0, draws(k))
     with torch.no_grad():
         assert float(algorithm.model(data.obs[0])[0].softmax(-1)[:, 1].mean()) > 0.6
-
-
-def test_make_algorithm():
-    config = Config[GymnasiumOptions, ACKTROptions](
-        algo="acktr", env="CartPole-v1", algorithm=ACKTROptions(kl_clip=0.5), environment=GymnasiumOptions()
-    )
-    algorithm = make_algorithm(config, *network(vector_spec()))
-    assert isinstance(algorithm, ACKTR)
-    assert algorithm.options.kl_clip == 0.5
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs

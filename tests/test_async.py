@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recording import known_to, opened
 
-from htsrl import determinism, envs, processes, rng
+from htsrl import processes, rng
 from htsrl.actors.published import fetch, publish
 from htsrl.async_run import LARGEST_LAG, AsyncRun, PolicyLag
 from htsrl.checkpoint import load_checkpoint, newest_checkpoint
@@ -24,16 +25,12 @@ from htsrl.envs.synthetic import Counting
 from htsrl.errors import EnvironmentFailed
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
-from htsrl.report import Reporter
-from htsrl.resolve import resolve
 from htsrl.rng import episode_seed
-from htsrl.rundir import create_run_dir
 from htsrl.settings import Layer, configure
 from htsrl.storage.fields import Field
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
 from htsrl.storage.unrolls import UnrollQueue
-from htsrl.tomlfile import save_config
 from htsrl.training import resume, train
 
 SMALL = {
@@ -45,7 +42,7 @@ SMALL = {
 class RecordingRun(AsyncRun):
     """Keeps what was taken, what was learned from, and every version of the parameters."""
 
-    slow_s, over = 0.0, False
+    slow, over = False, False
 
     def __init__(self, *args, **kwargs):
         self.taken, self.batches, self.records, self.versions, self.most_waiting = [], [], [], {}, 0
@@ -64,7 +61,9 @@ class RecordingRun(AsyncRun):
         self.batches.append({name: array.copy() for name, array in vars(self.batch).items()})
         super().consume(j, record)
         self.records.append(record)
-        time.sleep(self.slow_s)
+        while self.slow and self.crew.queue.columns < self.config.runtime.async_slots * self.N:
+            self.crew.check()
+            time.sleep(0.001)
 
     def column_of_replicas(self):
         """[N] lists of (unroll number, columns' fields as a dict), in the order in which they were learned from."""
@@ -79,27 +78,22 @@ class RecordingRun(AsyncRun):
         return found
 
 
-def recorded(run_dir, env, algo="ppo", delay_ms=0.0, slow_s=0.0, during=None, **changes):
-    """A run to its end; ``during`` is called with it in a thread of its own."""
-    chosen = SMALL | changes
-    if algo == "a2c":
-        del chosen["minibatches"]
-    config = configure(env=env, algo=algo, run_dir=run_dir, **chosen)
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    determinism.enable()
-    with closing(Reporter(config, spec, run_dir)) as reporter:
-        with RecordingRun(config, spec, run_dir, reporter, delay_ms=delay_ms) as run:
-            run.slow_s = slow_s
-            thread = threading.Thread(target=during or (lambda run: None), args=(run,))
-            thread.start()
-            try:
-                run.train(threading.Event())
-            finally:
-                run.over = True
-                thread.join()
-        return run
+def recorded(run_dir, env, algo="ppo", delay_ms=0.0, slow=False, during=None, **changes):
+    """A run to its end; ``during`` is called with it in a thread of its own.
+
+    A ``slow`` learner takes as long for an update as the executors need to fill every slot that there is.
+    """
+    chosen = {"env": env, "algo": algo} | known_to(algo, SMALL | changes)
+    with opened(RecordingRun, run_dir, delay_ms=delay_ms, **chosen) as run:
+        run.slow = slow
+        thread = threading.Thread(target=during or (lambda run: None), args=(run,))
+        thread.start()
+        try:
+            run.train(threading.Event())
+        finally:
+            run.over = True
+            thread.join()
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------ the right rows
@@ -192,11 +186,12 @@ def test_killed_children_are_replaced_and_no_row_is_lost(tmp_path):
 
     def strike(run):
         choose = random.Random(0)
-        for moment in range(60, 8 * 12 * 10, 130):
+        for k, moment in enumerate(range(60, 8 * 12 * 10, 130)):
             while run.control.posted.sum() * 2 < moment and not run.over:  # groups of two
                 time.sleep(0.001)
+            role = ("executor", "actor")[k % 2]
             with suppress(OSError):  # it was being replaced
-                child = choose.choice(run.crew.children)
+                child = choose.choice([child for child in list(run.crew.children) if child.role == role])
                 signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
                 struck.append(str(child))
 
@@ -218,7 +213,7 @@ def test_killed_children_are_replaced_and_no_row_is_lost(tmp_path):
 def test_a_slow_learner_holds_the_executors_up(tmp_path, slots):
     """With one group: what is collected once a slot is free is learned from when all slots before it have been."""
     run = recorded(
-        tmp_path / "run", "CartPole-v1", "impala", slow_s=0.05,
+        tmp_path / "run", "CartPole-v1", "impala", slow=True,
         async_slots=slots, num_executors=1, envs_per_group=8,
     )  # fmt: skip
     assert run.result.values["policy_lag"]["max"] == slots
@@ -257,7 +252,7 @@ def publish_constants(arena):
     control = arena.views("control")
     for version in range(1, VERSIONS):
         publish(control, np.full(P, version, np.float32), version)
-        time.sleep(0.0003)
+        time.sleep(0.001)
 
 
 def control_block():
@@ -330,11 +325,6 @@ def test_a_faulty_environment_stops_the_run_with_its_reason(tmp_path):
 
 def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    config = configure(env="synthetic:counting", run_dir=run_dir, **SMALL)
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    save_config(config, run_dir / "config.toml")
 
     class Stopping(AsyncRun):
         def consume(self, j, record):
@@ -343,7 +333,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path, capsys):
                 stop.set()
 
     stop = threading.Event()
-    with closing(Reporter(config, spec, run_dir)) as reporter, Stopping(config, spec, run_dir, reporter) as run:
+    with opened(Stopping, run_dir, env="synthetic:counting", **SMALL) as run:
         run.train(stop)
     before = run.result
     assert before.interrupted

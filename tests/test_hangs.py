@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fault_points import fault_once
 from test_recovery import result_of, running
+from test_runtime import wait_until_gone
 
 from htsrl.errors import RunFailed
 
@@ -99,5 +100,4 @@ def test_a_child_that_hangs_in_c_is_gone_with_its_run(tmp_path):
     finally:
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert not wait_until_gone(children, 10)

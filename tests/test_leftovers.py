@@ -17,6 +17,7 @@ import psutil
 import pytest
 from leftovers import ENDLESS, WatchedRun, command
 from test_recovery import running
+from test_runtime import is_zombie
 
 from htsrl.errors import RunFailed
 from htsrl.settings import configure
@@ -43,9 +44,8 @@ def test_a_second_interrupt_ends_at_once_and_leaves_nothing(start):
     run.wait_for_intervals(3)
     for executor in run.named("executor"):
         executor.suspend()  # so that the first interrupt can't end the interval
-    for _ in range(2):
-        os.killpg(run.process.pid, signal.SIGINT)
-        time.sleep(0.3)
+    run.interrupt()
+    os.killpg(run.process.pid, signal.SIGINT)
     _, err = run.process.communicate(timeout=30)
     assert run.process.returncode == 130
     assert "interrupted" in err
@@ -132,30 +132,42 @@ def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path):
 
 def test_replaced_children_leave_nothing_in_the_run(tmp_path):
     with running(tmp_path / "run", env="CartPole-v1", total_steps=10**9) as run:
-        stop = threading.Event()
-        seen, crew = [], len(run.crew.children)
+        stop, seen = threading.Event(), []
+
+        def await_recovered(count):
+            while not (run.crew.recovered == count and all(child.ready for child in run.crew.children)):
+                run.crew.check()
+                run.crew.changes.wait(10)
 
         def strike():
-            for role in ("executor", "actor", "executor"):
-                while not (len(run.crew.children) == crew and all(child.ready for child in run.crew.children)):
-                    if stop.is_set():
-                        return
-                    time.sleep(0.01)
-                children = psutil.Process().children(recursive=True)
-                zombies = sum(child.status() == psutil.STATUS_ZOMBIE for child in children)
-                seen.append((run.crew.recovered, len(children), zombies, len(os.listdir("/proc/self/fd"))))
-                victim = next(child for child in run.crew.children if child.role == role)
-                signal.pidfd_send_signal(victim.pidfd, signal.SIGKILL)  # without waiting: it will be closed
-                while run.crew.recovered == seen[-1][0] and not stop.is_set():
-                    time.sleep(0.01)
+            for k, role in enumerate(("executor", "actor", "executor")):
+                with run.crew.changes:  # nobody is being replaced meanwhile
+                    await_recovered(k)
+                    children = psutil.Process().children(recursive=True)
+                    # Files come and go while it runs
+                    lasting = [name for name in handles() if name == "/memfd" or not name.startswith("/")]
+                    seen.append((len(children), sum(map(is_zombie, children)), lasting))
+                    victim = next(child for child in run.crew.children if child.role == role)
+                    signal.pidfd_send_signal(victim.pidfd, signal.SIGKILL)  # without waiting: it will be closed
+            with run.crew.changes:
+                await_recovered(3)
             stop.set()
 
         thread = threading.Thread(target=strike)
         thread.start()
         run.train(stop)
         thread.join()
-    assert [recovered for recovered, *_ in seen] == [0, 1, 2]
-    assert len({tuple(held) for _, *held in seen}) == 1, seen
+        assert run.result.values["recovered"] == 3
+    assert seen == [seen[0]] * 3
+
+
+def handles() -> list[str]:
+    """What this process holds open, sorted: paths of files, and kinds of all else."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
+    return sorted(found)
 
 
 def maps(pid: int | str) -> list[str]:
@@ -174,18 +186,22 @@ def test_a_library_holds_nothing_after_a_run(tmp_path):
 
     def held():
         gc.collect()
-        files = []
-        for fd in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):  # of the listing itself
-                files.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
         shared = [entry for entry in maps("self") if "memfd:htsrl" in entry]
-        return sorted(files), len(os.listdir("/proc/self/task")), len(shared)
+        return handles(), len(os.listdir("/proc/self/task")), len(shared)
+
+    def held_after_a_while():
+        """A thread that has been joined is in the system's list for a moment longer."""
+        deadline = time.monotonic() + 10
+        while (now := held()) != before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return now
 
     run(0, "CartPole-v1")
+    time.sleep(0.5)
     before = held()
     assert before[2] == 0, "the shared memory of a run that has ended"
     run(1, "CartPole-v1", eval_every=200)
-    assert held() == before
+    assert held_after_a_while() == before
     with pytest.raises(RunFailed, match="the robot fell over"):
         run(2, "faulty_envs:Raises-v0", max_restarts=0)
-    assert held() == before
+    assert held_after_a_while() == before

@@ -138,7 +138,7 @@ try:
 except RunFailed as failure:
     print(str(failure))
 resource.setrlimit(*limit)
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 30
 names = lambda: [p.name() for p in psutil.Process().children(recursive=True) if p.name().startswith(("exec", "act"))]
 while names() and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -236,12 +236,12 @@ def test_processes_and_threads_are_refused(monkeypatch, version2):
 def test_a_user_s_limit_counts_threads(monkeypatch, tmp_path):
     before = tasks_of_user(os.getuid())
     done = threading.Event()
-    threads = [threading.Thread(target=done.wait) for _ in range(50)]
+    threads = [threading.Thread(target=done.wait) for _ in range(500)]
     for thread in threads:
         thread.start()
     counted = tasks_of_user(os.getuid())
     done.set()
-    assert counted - before > 25  # others of this user come and go
+    assert counted - before > 250  # others of this user come and go
     monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (counted + 1000, counted + 1000))
     monkeypatch.setattr(os, "getuid", lambda: 65_534)
     monkeypatch.setattr(limits, "tasks_of_user", lambda uid: counted)

@@ -28,7 +28,7 @@ def test_take_blocks_until_somebody_posts():
     reader.join(0.05)
     assert reader.is_alive()
     outbox.post(7, 8)
-    reader.join(5)
+    reader.join(60)
     assert taken == [[7, 8]]
     inbox.close()
     outbox.close()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fault_points import fault_once
+from recording import known_to
 from rollouts import vector_spec
 from safetensors.numpy import load_file
 
@@ -185,9 +186,5 @@ def test_a_full_disk_does_not_hide_the_failure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(htsrl.failure, "write_atomically", full)
     with pytest.raises(RunFailed, match=r"not finite .* could not be written to .*failure: no space left on device"):
-        train(configure("faulty_envs:HugeReward-v0", algo="a2c", run_dir=tmp_path / "run", **without_ppo(SMALL)))
+        train(configure("faulty_envs:HugeReward-v0", algo="a2c", run_dir=tmp_path / "run", **known_to("a2c", SMALL)))
     assert os.listdir(tmp_path / "run" / "failure") == []
-
-
-def without_ppo(settings):
-    return {name: value for name, value in settings.items() if name not in ("minibatches", "epochs")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 import torch
 from recording import record
 from rollouts import image_spec, vector_spec
-from test_recovery import disturb, result_of, running
-from test_recovery import rows as rows_after
+from test_recovery import assert_kills_change_no_bit, left_in_peace
 from test_resume import bits, interrupted, no_changes
 
 from htsrl import envs, evaluation
@@ -290,16 +288,8 @@ def test_layouts_kills_and_seeds(tmp_path, capsys):
     assert [row["bits"] for row in rows] == ["reference", "same", "different"]
 
     chosen = {"env": "Pendulum-v1", "algo": "batchppo", "max_episode_steps": 7}
-    with running(tmp_path / "undisturbed", **chosen) as run:
-        undisturbed = result_of(run)
-    with running(tmp_path / "killed", **chosen) as run:
-        sent, done, thread = disturb(run, [rows_after(share) for share in (0.3, 0.5, 0.7, 0.8)], signal.SIGKILL)
-        result = result_of(run)
-        done.set()
-        thread.join()
-        assert len(sent) >= 2
-        assert run.result.values["recovered"] >= 1
-    assert result == undisturbed
+    expected = left_in_peace(tmp_path / "undisturbed", **chosen)
+    assert_kills_change_no_bit(tmp_path / "killed", expected, **chosen)
 
 
 def test_resumed_evaluated_and_forked(tmp_path):

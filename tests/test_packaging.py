@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import htsrl
+from htsrl.config import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"htsrl": "htsrl", "actors": "htsrl/actors", "learner": "htsrl/learner", "storage": "htsrl/storage"}
@@ -104,6 +105,12 @@ def test_imports_that_stay_light(module: str) -> None:
 
 def test_the_versions_agree() -> None:
     assert htsrl.__version__ == PROJECT["version"]
+
+
+def test_the_readme_has_a_row_for_every_algorithm() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = readme.partition("| algorithm | |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert {row.split("`")[1] for row in rows} == ALGORITHMS.keys()
 
 
 def test_the_constraints_pin_what_the_project_names() -> None:

@@ -6,22 +6,17 @@ import random
 import re
 import signal
 import threading
-import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
-from fault_points import Fault, scripted
+from fault_points import Fault, meanwhile, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recording import opened
 
-from htsrl import determinism, envs
 from htsrl.errors import RunFailed
-from htsrl.report import Reporter
-from htsrl.resolve import resolve
 from htsrl.rng import episode_seed
 from htsrl.run import Run
-from htsrl.rundir import create_run_dir
-from htsrl.settings import configure
 
 pytestmark = pytest.mark.usefixtures("quick_children")
 
@@ -31,21 +26,21 @@ SMALL = {
 }  # fmt: skip
 
 
-@contextmanager
 def running(run_dir, **changes):
-    config = configure(run_dir=run_dir, **SMALL | changes)
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    determinism.enable()
-    with closing(Reporter(config, spec, run_dir)) as reporter, Run(config, spec, run_dir, reporter, delay_ms=2) as run:
-        yield run
+    """A run of SMALL in which every process pauses now and then."""
+    return opened(Run, run_dir, delay_ms=2.0, **SMALL | changes)
 
 
 def result_of(run):
     run.train(threading.Event())
     values = run.result.values
     return {name: values[name] for name in ("trajectory_sha256", "parameters_sha256", "steps", "episode_return_mean")}
+
+
+def left_in_peace(run_dir, **changes):
+    """Results of a run that nothing happens to."""
+    with running(run_dir, **changes) as run:
+        return result_of(run)
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +51,38 @@ def undisturbed(tmp_path_factory):
     def get(env, **changes):
         key = (env, *sorted(changes.items()))
         if key not in known:
-            with running(tmp_path_factory.mktemp("undisturbed") / "run", env=env, **changes) as run:
-                known[key] = result_of(run)
+            known[key] = left_in_peace(tmp_path_factory.mktemp("undisturbed") / "run", env=env, **changes)
         return known[key]
 
     return get
 
 
-def disturb(run, moments, number):
-    """Send ``number`` to a child whenever the run has posted one of ``moments`` rows; returns how often."""
-    sent = []
+@contextmanager
+def disturbed(run, moments, number):
+    """Send ``number`` to a child whenever the run has posted one of ``moments`` rows; gives those that got it."""
+    choose, done, sent = random.Random(len(moments)), threading.Event(), []
 
     def strike():
-        choose = random.Random(len(moments))
         for moment in sorted(moments):
-            while run.control.posted.sum() < moment and not done.is_set():
-                time.sleep(0.0005)
-            if done.is_set():
-                return
-            child = choose.choice(run.crew.children)
-            try:
-                signal.pidfd_send_signal(child.pidfd, number)
-                sent.append(str(child))
-            except OSError:
-                continue  # it was being replaced
+            while run.control.posted.sum() < moment:
+                if done.wait(0.0005):
+                    return
+            while True:
+                child = choose.choice(list(run.crew.children))
+                with suppress(OSError):  # it was being replaced
+                    signal.pidfd_send_signal(child.pidfd, number)
+                    sent.append(str(child))
+                    break
+                if done.wait(0.0005):
+                    return
 
-    done = threading.Event()
     thread = threading.Thread(target=strike)
     thread.start()
-    return sent, done, thread
+    try:
+        yield sent
+    finally:
+        done.set()
+        thread.join()
 
 
 def rows(share):
@@ -92,27 +90,30 @@ def rows(share):
     return int(share * SMALL["total_steps"])
 
 
-@pytest.mark.parametrize("env", ["synthetic:counting", "CartPole-v1"])
-def test_killed_children_are_replaced_and_no_bit_changes(tmp_path, undisturbed, env):
-    with running(tmp_path / "run", env=env) as run:
-        sent, done, thread = disturb(run, [rows(k / 10) for k in range(1, 10, 2)], signal.SIGKILL)
+def assert_kills_change_no_bit(run_dir, expected, **changes):
+    """A run whose children are killed every now and then ends with the ``expected`` results."""
+    moments = [rows(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    with running(run_dir, **changes) as run, disturbed(run, moments, signal.SIGKILL) as sent:
         result = result_of(run)
-        done.set()
-        thread.join()
-        assert len(sent) >= 3
-        assert run.result.values["recovered"] >= 1
-        assert run.result.values["reproducible"]
-    assert result == undisturbed(env)
+    assert len(sent) >= 3
+    assert run.result.values["recovered"] >= 1
+    assert run.result.values["reproducible"]
+    assert result == expected
+
+
+@pytest.mark.parametrize("env", ["synthetic:counting", "CartPole-v1", "masked_envs:Rooms-v0"])
+def test_killed_children_are_replaced_and_no_bit_changes(tmp_path, undisturbed, env):
+    assert_kills_change_no_bit(tmp_path / "run", undisturbed(env), env=env)
 
 
 def test_a_stopped_process_counts_as_hung(tmp_path, undisturbed):
-    with running(tmp_path / "run", env="CartPole-v1", step_timeout=1.5) as run:
-        sent, done, thread = disturb(run, [rows(0.3)], signal.SIGSTOP)
+    with (
+        running(tmp_path / "run", env="CartPole-v1", step_timeout=3.0) as run,
+        disturbed(run, [rows(0.3)], signal.SIGSTOP) as sent,
+    ):
         result = result_of(run)
-        done.set()
-        thread.join()
-        assert sent
-        assert run.result.values["recovered"] == 1
+    assert len(sent) == 1
+    assert run.result.values["recovered"] == 1
     assert result == undisturbed("CartPole-v1")
 
 
@@ -149,15 +150,11 @@ def test_an_environment_that_does_not_repeat_itself_is_noticed(tmp_path, capsys)
     with running(tmp_path / "run", env="faulty_envs:Clock-v0", progress="plain") as run:
         executor = next(child for child in run.crew.children if child.role == "executor")
 
-        def strike():
-            while run.control.posted.sum() < rows(0.5):
-                time.sleep(0.001)
+        def strike(run):
             signal.pidfd_send_signal(executor.pidfd, signal.SIGKILL)  # without waiting: the supervisor closes it
 
-        thread = threading.Thread(target=strike)
-        thread.start()
-        run.train(threading.Event())
-        thread.join()
+        with meanwhile(run, rows(0.5), strike):
+            run.train(threading.Event())
         assert run.result.values["recovered"] == 1
         assert run.result.values["reproducible"] is False
         assert run.result.values["steps"] >= SMALL["total_steps"]
@@ -197,12 +194,12 @@ def test_whoever_never_comes_up_is_not_started_for_ever(tmp_path):
 
 
 def test_without_restarts_the_first_failure_ends_the_run(tmp_path):
-    with running(tmp_path / "run", env="CartPole-v1", max_restarts=0) as run:
-        _, done, thread = disturb(run, [rows(0.2)], signal.SIGKILL)
-        with pytest.raises(RunFailed, match="killed by signal 9"):
-            run.train(threading.Event())
-        done.set()
-        thread.join()
+    with (
+        running(tmp_path / "run", env="CartPole-v1", max_restarts=0) as run,
+        disturbed(run, [rows(0.2)], signal.SIGKILL),
+        pytest.raises(RunFailed, match="killed by signal 9"),
+    ):
+        run.train(threading.Event())
 
 
 def test_the_stack_of_a_hung_environment_is_shown(tmp_path):
@@ -216,9 +213,9 @@ def test_the_stack_of_a_hung_environment_is_shown(tmp_path):
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(moments=st.lists(st.floats(0.01, 0.95), min_size=1, max_size=5))
 def test_any_schedule_of_kills_gives_the_same_bits(tmp_path_factory, undisturbed, moments):
-    with running(tmp_path_factory.mktemp("kills") / "run", env="synthetic:counting") as run:
-        _, done, thread = disturb(run, [rows(moment) for moment in moments], signal.SIGKILL)
+    with (
+        running(tmp_path_factory.mktemp("kills") / "run", env="synthetic:counting") as run,
+        disturbed(run, [rows(moment) for moment in moments], signal.SIGKILL),
+    ):
         result = result_of(run)
-        done.set()
-        thread.join()
     assert result == undisturbed("synthetic:counting")

@@ -18,7 +18,7 @@ from recording import record
 from rollouts import BOX, DISCRETE, image_spec, network, rollout, vector_spec
 from test_async import RecordingRun as RecordingAsyncRun
 from test_async import recorded
-from test_recovery import disturb, result_of, running
+from test_recovery import assert_kills_change_no_bit, left_in_peace
 from test_resume import bits, interrupted, no_changes, settings_for
 from test_runtime import assert_same_bits, digests
 from torch import nn
@@ -490,17 +490,8 @@ def test_a_lost_life_is_not_the_end_of_a_memory():
 
 def test_killed_processes_change_no_bit(tmp_path):
     changes = {"env": "synthetic:counting", "recurrent": "lstm", "recurrent_size": 8, "minibatches": 3}
-    with running(tmp_path / "undisturbed", **changes) as run:
-        undisturbed = result_of(run)
-    with running(tmp_path / "run", **changes) as run:
-        moments = [int(share * run.config.total_steps) for share in (0.1, 0.3, 0.5, 0.7, 0.9)]
-        sent, done, thread = disturb(run, moments, signal.SIGKILL)
-        result = result_of(run)
-        done.set()
-        thread.join()
-        assert {"executor", "actor"} & {name.split()[0] for name in sent}
-        assert run.result.values["recovered"] >= 1
-    assert result == undisturbed
+    expected = left_in_peace(tmp_path / "undisturbed", **changes)
+    assert_kills_change_no_bit(tmp_path / "killed", expected, **changes)
 
 
 def assert_states_follow_each_other(run):

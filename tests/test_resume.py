@@ -9,21 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recording import known_to, opened
 
 from htsrl import envs
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
 from htsrl.errors import ConfigError
-from htsrl.report import Reporter
-from htsrl.resolve import resolve
 from htsrl.run import Run
-from htsrl.rundir import create_run_dir
 from htsrl.settings import Layer, configure
-from htsrl.tomlfile import save_config
 from htsrl.training import fork, resume, train
 
 SMALL = {
@@ -61,12 +57,7 @@ class StoppingRun(Run):
 
 def interrupted(run_dir, after, **settings):
     """Start a run and interrupt it after interval ``after``."""
-    config = configure(run_dir=run_dir, **settings_for(**settings))
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    save_config(config, run_dir / "config.toml")
-    with closing(Reporter(config, spec, run_dir)) as reporter, StoppingRun(config, spec, run_dir, reporter) as run:
+    with opened(StoppingRun, run_dir, **settings_for(**settings)) as run:
         run.stop_after = after
         run.train(threading.Event())
         assert run.result.interrupted
@@ -74,8 +65,7 @@ def interrupted(run_dir, after, **settings):
 
 def settings_for(algo="ppo", **settings):
     """SMALL, as far as the algorithm knows it, with ``settings`` on top."""
-    foreign = () if algo == "ppo" else ("minibatches", "epochs")
-    return {name: value for name, value in SMALL.items() if name not in foreign} | {"algo": algo} | settings
+    return known_to(algo, SMALL) | {"algo": algo} | settings
 
 
 def bits(run_dir):
@@ -104,6 +94,7 @@ def tensorboard_steps(run_dir):
         ("CartPole-v1", "ppo", EVALUATED),
         ("CartPole-v1", "ppo", {"schedule": "sync"}),
         ("CartPole-v1", "a2c", {}),
+        ("CartPole-v1", "impala", {}),
         ("Pendulum-v1", "ppo", {"max_episode_steps": 16}),
         ("synthetic:counting", "ppo", {}),
     ],

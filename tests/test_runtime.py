@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import psutil
 import pytest
-from recording import record
+from recording import known_to, record
 
 from htsrl.envs.synthetic import Counting
 from htsrl.errors import EnvironmentFailed, RunFailed
@@ -51,8 +52,7 @@ def assert_same_bits(a, b):
     [("CartPole-v1", "ppo"), ("CartPole-v1", "a2c"), ("CartPole-v1", "impala"), ("Pendulum-v1", "ppo")],
 )
 def test_layouts_give_the_same_bits_and_another_seed_does_not(tmp_path, env, algo):
-    foreign = {"ppo": (), "a2c": ("minibatches", "epochs"), "impala": ("epochs",)}[algo]
-    settings = {name: value for name, value in SMALL.items() if name not in foreign}
+    settings = known_to(algo, SMALL)
     runs = {
         (executors, actors, group): record(
             tmp_path / f"{executors}x{actors}x{group}",
@@ -175,14 +175,14 @@ def test_a_buffer_reusing_environment_is_copied_in_time(tmp_path):
         ("NanObservation-v0", ["NaN", "replica"]),
         ("InfReward-v0", ["reward of inf", "replica"]),
         ("WrongShape-v0", ["shape", "replica"]),
-        ("Exits-v0", ["executor 0", "exit status"]),
+        ("Exits-v0", ["executor", "exit status"]),
     ],
 )
 def test_a_faulty_environment_stops_the_run_with_its_reason(tmp_path, env, words):
     started = time.monotonic()
     with pytest.raises(RunFailed) as failure:
         record(tmp_path / "run", f"faulty_envs:{env}", **SMALL)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     message = str(failure.value)
     assert [word for word in words if word not in message] == []
     assert isinstance(failure.value, EnvironmentFailed) == (env != "Exits-v0")
@@ -190,12 +190,10 @@ def test_a_faulty_environment_stops_the_run_with_its_reason(tmp_path, env, words
 
 
 def our_children():
-    """Executors, actors and evaluators of this test process: the children of its fork server."""
+    """Executors, actors and evaluators of this test process that don't end: the children of its fork server."""
     from multiprocessing.forkserver import _forkserver
 
-    time.sleep(0.1)
-    server = psutil.Process(_forkserver._forkserver_pid)
-    return [child for child in server.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return wait_until_gone(psutil.Process(_forkserver._forkserver_pid).children(recursive=True), 10)
 
 
 def run_in_background(tmp_path, *flags):
@@ -216,8 +214,19 @@ def run_in_background(tmp_path, *flags):
 
 
 def wait_until_gone(processes, seconds):
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    """Those of ``processes`` that are still there after so long, but for zombies."""
+    deadline = time.monotonic() + seconds
+    while alive := [process for process in processes if process.is_running() and not is_zombie(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return alive
+
+
+def is_zombie(process):
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 @pytest.mark.parametrize(
@@ -227,11 +236,11 @@ def test_one_interrupt_ends_the_run_with_a_checkpoint(tmp_path, number, schedule
     process = run_in_background(tmp_path, "--schedule", schedule)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)  # like a terminal: the whole group hears of it
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
     assert list((tmp_path / "run" / "checkpoints").glob("*.safetensors"))
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
-    assert not wait_until_gone(children, 5)
+    assert not wait_until_gone(children, 10)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["interval"] for r in records] == list(range(len(records)))
 
@@ -242,7 +251,7 @@ def test_killing_the_run_takes_its_children_along(tmp_path):
     assert len(children) >= 2
     process.kill()
     process.communicate()
-    assert not wait_until_gone(children, 2)
+    assert not wait_until_gone(children, 10)
 
 
 # ----------------------------------------------------------------------------------------------------------- processes

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from test_runtime import wait_until_gone
 
 from htsrl.errors import EnvironmentFailed
 from htsrl.settings import configure
@@ -50,6 +51,7 @@ def test_a_second_interrupt_ends_the_run_at_once_and_leaves_nothing(tmp_path):
             time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
+        assert any("stopping after this interval" in line for line in process.stderr)
         time.sleep(1.0)
         assert process.poll() is None, "the first one waits for the interval"
         interrupted = time.monotonic()
@@ -59,6 +61,5 @@ def test_a_second_interrupt_ends_the_run_at_once_and_leaves_nothing(tmp_path):
         assert time.monotonic() - interrupted < 30
     finally:
         process.kill()
-    _, alive = psutil.wait_procs(children, timeout=5)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert not wait_until_gone(children, 10)
     assert not list((tmp_path / "run").rglob("*.tmp"))

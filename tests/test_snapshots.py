@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from recording import opened
 
 from htsrl import envs
 from htsrl.actors import snapshots
@@ -20,15 +21,11 @@ from htsrl.actors.snapshots import Snapshots
 from htsrl.checkpoint import list_checkpoints, load_checkpoint, write_checkpoint
 from htsrl.config import GymnasiumOptions
 from htsrl.errors import ConfigError
-from htsrl.report import Reporter
-from htsrl.resolve import resolve
 from htsrl.run import Run
-from htsrl.rundir import create_run_dir
 from htsrl.seal import is_sealed, seal
-from htsrl.settings import Layer, configure
+from htsrl.settings import Layer
 from htsrl.storage.episodes import EpisodeLog
 from htsrl.storage.snapshots import MAX_BYTES, Snapshot, SnapshotFile, fingerprint
-from htsrl.tomlfile import save_config
 from htsrl.training import resume
 
 OPTIONS = GymnasiumOptions()
@@ -351,12 +348,7 @@ class StoppingRun(Run):
 
 def run(run_dir, env, kind=Run, **changes):
     """Train in this process; the values of the run's result."""
-    config = configure(env=f"snapshot_envs:{env}-v0", run_dir=run_dir, **RUN | changes)
-    spec = envs.describe(config.env, config.environment)
-    config = resolve(config, spec)
-    create_run_dir(config)
-    save_config(config, run_dir / "config.toml")
-    with closing(Reporter(config, spec, run_dir)) as reporter, kind(config, spec, run_dir, reporter) as it:
+    with opened(kind, run_dir, env=f"snapshot_envs:{env}-v0", **RUN | changes) as it:
         it.train(threading.Event())
         return it.result.values
 

@@ -53,7 +53,7 @@ def test_a_constructor_that_hangs_is_named_with_its_stack(tmp_path):
     started = time.monotonic()
     with pytest.raises(RunFailed) as failure:
         train(configure("faulty_envs:HangsInInit-v0", run_dir=tmp_path / "run", start_timeout=2.0, **SMALL))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     message = str(failure.value)  # on a slow machine it also names the actor, which is not up within two seconds either
     assert re.search(r"executor 0 did not come up: no sign of life for \d+ s \(--start-timeout\):\n", message)
     assert re.search(r"faulty_envs\.py\", line \d+ in __init__", message)
@@ -61,7 +61,7 @@ def test_a_constructor_that_hangs_is_named_with_its_stack(tmp_path):
 
 
 def test_a_network_that_hangs_in_an_actor_is_named_with_its_stack(tmp_path, start_seconds):
-    settings = {"network": "faulty_nets:hangs_in_child", "start_timeout": 2.0 * start_seconds}
+    settings = {"network": "faulty_nets:hangs_in_child", "start_timeout": 3.0 * start_seconds}
     with pytest.raises(RunFailed, match=r"(?s)actor 0 did not come up.*faulty_nets\.py\", line \d+ in hangs_in_child"):
         train(configure("faulty_envs:Steady-v0", run_dir=tmp_path / "run", **settings, **SMALL))
     assert not our_children()

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from fault_points import meanwhile
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import record
@@ -30,6 +31,7 @@ from htsrl.cli import main
 from htsrl.config import ALGORITHMS
 from htsrl.errors import ConfigError
 from htsrl.learner import make_algorithm
+from htsrl.run import Run
 from htsrl.settings import configure
 from htsrl.storage.fields import trace_fields
 from htsrl.storage.layout import Layout
@@ -219,15 +221,11 @@ def test_a_killed_executors_lane_continues(tmp_path: Path, untraced: dict[str, A
     with running(tmp_path / "run", env="synthetic:counting", epochs=2, trace=path, trace_after=0) as run:
         victim = next(child for child in run.crew.children if str(child) == "executor 1")
 
-        def strike() -> None:
-            while run.control.posted.sum() < rows(0.5):
-                time.sleep(0.0005)
+        def strike(run: Run) -> None:
             signal.pidfd_send_signal(victim.pidfd, signal.SIGKILL)  # without waiting: it will be closed
 
-        thread = threading.Thread(target=strike)
-        thread.start()
-        run.train(threading.Event())
-        thread.join()
+        with meanwhile(run, rows(0.5), strike):
+            run.train(threading.Event())
         assert run.result.values["recovered"] == 1
         for name in ("parameters_sha256", "trajectory_sha256"):
             assert run.result.values[name] == untraced[name]
