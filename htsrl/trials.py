@@ -132,7 +132,7 @@ def with_layout(config: AnyConfig, name: str) -> AnyConfig:
             f"got {shown(name)}"
         )
     numbers = name.split("x")
-    changes = dict(zip(("num_executors", "num_actors", "envs_per_group"), [*numbers, "auto"]))
+    changes = dict(zip(("num_executors", "num_actors", "envs_per_group"), [*numbers, "auto"])) | {"layout": "rule"}
 
     def spell(setting: str) -> str:
         return f"--{setting.replace('_', '-')}"
