@@ -16,6 +16,9 @@ from recording import record
 from test_recovery import disturb, result_of, rows, running
 from test_resume import bits, interrupted, no_changes, resume_until
 from test_runtime import assert_same_bits, digests
+from test_snapshots import N as LONG
+from test_snapshots import T, counted
+from test_snapshots import run as run_long
 
 from htsrl import crew, resolve, tuning
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
@@ -333,3 +336,16 @@ def test_an_environment_that_does_not_repeat_itself_ends_the_search(tmp_path, re
     out = "".join(capsys.readouterr()).replace("\n", " ")
     assert out.count("does not repeat itself:") == 1
     assert "layout: 1 executor with 1 group, 1 actor: the environment does not repeat itself" in out
+
+
+def test_long_episodes_change_hands_by_snapshots(tmp_path, monkeypatch, restless):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    whole = run_long(tmp_path / "fixed", "Plain")
+    monkeypatch.setattr(tuning, "FIRST_WARM_UP", 11)
+    monkeypatch.setattr(Run, "interval_seconds", lambda run: 1.0)  # so it goes back at once
+    with counted(tmp_path / "steps"):
+        tuned = run_long(tmp_path / "tuned", "Right", layout="auto", num_actors=1, envs_per_group=1)
+    assert tuned["layout"]["tried"] == 2
+    assert tuned["trajectory_sha256"] == whole["trajectory_sha256"]
+    replayed = (tmp_path / "steps").stat().st_size - 1 - LONG * T * 16  # one in the description
+    assert 2 * LONG * 128 <= replayed < LONG * T * 12
