@@ -1,7 +1,8 @@
 """``--layout auto``: which layout to try next, by what intervals took in those that were tried.
 
 From the rule's layout on, the search climbs: one setting is doubled or halved, and who is faster becomes the one from
-which it goes on. So nothing is tried that is likely to take more than twice as long, and an interval that was measured
+which it goes on; not before the other was measured again, since other programs and what is learned change the speed,
+too. So nothing is tried that is likely to take more than twice as long, and an interval that was measured
 is one that the run needed anyway. What tuning loses are the changes themselves, in which nobody works, and what slower
 layouts take longer: no layout is tried if that could come to more than a share of the time that the run still takes.
 
@@ -11,7 +12,7 @@ All of it is arithmetic: no process is started here, and no clock read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -60,18 +61,14 @@ class Space:
         return found
 
 
-def best_of(times: Mapping[Layout, float]) -> Layout:
-    """The layout whose intervals take the least ``times``, in the order in which they were tried: see MARGIN."""
-    best, *others = times
-    for layout in others:
-        if times[layout] * (1 + MARGIN) < times[best]:
-            best = layout
-    return best
+def beats(seconds: float, others: float) -> bool:
+    """Whether a layout whose intervals take ``seconds`` may take the place of one where they take ``others``."""
+    return seconds * (1 + MARGIN) < others
 
 
-def next_layout(space: Space, times: Mapping[Layout, float]) -> Layout | None:
+def next_layout(space: Space, best: Layout, tried: Collection[Layout]) -> Layout | None:
     """The first neighbour of the best layout that was not tried yet; None where all were."""
-    return next((layout for layout in space.neighbours(best_of(times)) if layout not in times), None)
+    return next((layout for layout in space.neighbours(best) if layout not in tried), None)
 
 
 def is_measured(seconds: Sequence[float]) -> bool:
@@ -82,13 +79,13 @@ def is_measured(seconds: Sequence[float]) -> bool:
 
 def is_decided(seconds: Sequence[float], to_beat: float, wanted: int) -> bool:
     """Whether ``wanted`` intervals were measured, or so many were too slow already that their median will be."""
-    slow = sum(each * (1 + MARGIN) >= to_beat for each in seconds)
+    slow = sum(not beats(each, to_beat) for each in seconds)
     return len(seconds) >= wanted or slow > wanted // 2
 
 
 def most_lost(start_s: float, interval_s: float, wanted: int) -> float:
-    """The seconds that trying a layout may cost: to change to it and back, and to find out that it is slow."""
-    return 2 * start_s + (WARM_UP + wanted // 2 + 1) * (SLOWEST - 1.0) * interval_s
+    """The seconds that trying a layout may cost: to change to it, back and to it again, and to find that it is slow."""
+    return 3 * start_s + (WARM_UP + wanted // 2 + 1) * (SLOWEST - 1.0) * interval_s
 
 
 class Tuner:
@@ -102,19 +99,17 @@ class Tuner:
         self.settled = settled
         """Nothing will be tried any more."""
         self.times: dict[Layout, float] = {}
-        """Median seconds of an interval, of all layouts that were tried."""
+        """Median seconds of an interval, the least of each layout that was tried."""
         self.lost_s = 0.0
         """Seconds of changes, and what intervals took longer than in the best layout at that time."""
+        self.best = first
+        """The fastest, as far as is certain."""
         self._first = first
+        self._challenger: Layout | None = None
         self._reason = TOO_SHORT
         self._seconds: list[float] = []
         self._warming_up = FIRST_WARM_UP
         self._wanted = 0
-
-    @property
-    def best(self) -> Layout:
-        """Of those that were measured."""
-        return best_of(self.times) if self.times else self._first
 
     def completed(self, seconds: float, intervals_left: int, start_s: Callable[[Layout], float]) -> Layout:
         """An interval in ``layout`` took ``seconds``; returns the layout for the next one.
@@ -126,7 +121,7 @@ class Tuner:
         """
         if self.settled:
             return self.layout
-        if self.times:
+        if self.layout != self.best:
             self.lost_s += max(seconds - self.times[self.best], 0.0)
         if self._warming_up:
             self._warming_up -= 1
@@ -136,12 +131,21 @@ class Tuner:
             if not is_measured(self._seconds):
                 return self.layout
             self._wanted = len(self._seconds)
-        elif not is_decided(self._seconds, self.times[self.best], self._wanted):
+        to_beat = math.inf if self.layout == self.best else self.times[self.best]
+        if not is_decided(self._seconds, to_beat, self._wanted):
             return self.layout
-        self.times[self.layout] = median(self._seconds)
+        self.times[self.layout] = min(median(self._seconds), self.times.get(self.layout, math.inf))
         self._seconds, self._warming_up = [], WARM_UP
 
-        candidate, interval_s = next_layout(self.space, self.times), self.times[self.best]
+        # One that is faster must still be so when the best has been measured again
+        if self.layout != self.best and beats(self.times[self.layout], self.times[self.best]):
+            self._challenger, self.layout = self.layout, self.best
+            return self.layout
+        if self._challenger is not None and beats(self.times[self._challenger], self.times[self.best]):
+            self.best = self._challenger
+        self._challenger = None
+
+        candidate, interval_s = next_layout(self.space, self.best, self.times), self.times[self.best]
         if candidate is None:
             return self.settle("there is no other")
         cost = self.lost_s + most_lost(start_s(candidate), interval_s, self._wanted)

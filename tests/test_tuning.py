@@ -8,6 +8,7 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fault_points import Fault, scripted
 from hypothesis import given
@@ -21,6 +22,8 @@ from test_snapshots import T, counted
 from test_snapshots import run as run_long
 
 from htsrl import crew, resolve, tuning
+from htsrl.actors.actor import Seats, waiting_groups
+from htsrl.actors.mailbox import mailbox
 from htsrl.checkpoint import list_checkpoints, load_checkpoint
 from htsrl.cli import main
 from htsrl.errors import ConfigError
@@ -29,7 +32,7 @@ from htsrl.run import Run
 from htsrl.settings import configure
 from htsrl.storage.layout import Layout
 from htsrl.training import resume, train
-from htsrl.tuning import MARGIN, SHARE, Space, Tuner, best_of, is_decided, is_measured, next_layout
+from htsrl.tuning import MARGIN, SHARE, Space, Tuner, beats, is_decided, is_measured
 
 SPACE = Space(16, most_executors=8, most_actors=4)
 FIRST = Layout(16, 1, 1, 16)
@@ -42,9 +45,9 @@ def drive(tuner, seconds, intervals=10_000, start_s=0.01):
     """Run ``intervals`` that take ``seconds(layout)``; returns the layouts in their order, with all intervals' time."""
     path, total = [tuner.layout], 0.0
     for left in reversed(range(intervals)):
-        total += seconds(tuner.layout)
-        before = tuner.layout
-        if tuner.completed(seconds(before), left, lambda layout: start_s) != before:
+        before, took = tuner.layout, seconds(tuner.layout)
+        total += took
+        if tuner.completed(took, left, lambda layout: start_s) != before:
             tuner.changed(start_s)
             total += start_s
             path.append(tuner.layout)
@@ -69,8 +72,8 @@ def test_it_climbs_to_the_fastest(top):
     assert (best.num_executors, len(best.executor_groups[0]), best.num_actors) == top
     assert tuner.settled
     assert tuner.layout == path[-1] == best
-    tried = path if path[-1] not in path[:-1] else path[:-1]  # it may go back to the best, once
-    assert len(set(tried)) == len(tried)
+    assert set(path) == tuner.times.keys()
+    assert len(path) <= 3 * len(set(path))
     speedup = hill(*top)(FIRST) / hill(*top)(best)
     assert tuner.outcome()["speedup"] == pytest.approx(speedup)
     assert f"{best.num_executors} executor" in tuner.sentence()
@@ -101,7 +104,17 @@ def test_it_is_kept_where_nothing_is_clearly_faster():
     assert set(path) == {FIRST, *SPACE.neighbours(FIRST)}
     assert tuner.best == FIRST
     assert "as at the start: none was faster" in tuner.sentence()
-    assert best_of({FIRST: 1.0, Layout(16, 2, 1, 8): 1.0 / (1 + MARGIN) - 1e-6}) != FIRST
+    assert not beats(1.0 / (1 + MARGIN) + 1e-6, 1.0)
+    assert beats(1.0 / (1 + MARGIN) - 1e-6, 1.0)
+
+
+def test_one_that_is_faster_because_the_machine_was_busy_before_does_not_win():
+    intervals = iter(range(10_000))
+    tuner = Tuner(SPACE, FIRST)
+    path, _ = drive(tuner, lambda layout: 0.2 if next(intervals) < 8 else 0.1)
+    assert tuner.best == FIRST
+    assert path[:3] == [FIRST, SPACE.neighbours(FIRST)[0], FIRST]  # measured again
+    assert tuner.times[FIRST] == 0.1
 
 
 @pytest.mark.parametrize(("intervals", "start_s"), [(60, 0.01), (10_000, 100.0)])
@@ -118,7 +131,7 @@ def test_a_slow_layout_is_left_before_all_its_intervals_are_over():
     tuner, counted = Tuner(Space(16, 2, 1, frozenset({"num_actors", "envs_per_group"})), FIRST), []
     drive(tuner, lambda layout: counted.append(layout) or (0.2 if layout.num_executors == 2 else 0.1), start_s=0.01)
     wanted = next(count for count in range(1, 100) if is_measured([0.1] * count))
-    assert counted.count(slow) / 2 == tuning.WARM_UP + wanted // 2 + 1  # drive asks twice for an interval
+    assert counted.count(slow) == tuning.WARM_UP + wanted // 2 + 1
     assert wanted > 3
 
 
@@ -140,14 +153,33 @@ def test_what_is_lost_is_bounded(factors, start_s, intervals):
 
     def seconds(layout):
         if layout not in table:
-            best = table[tuner.best]
-            table[layout] = best * min(factors[len(table) % len(factors)], tuning.SLOWEST)
+            table[layout] = table[tuner.best] * min(factors[len(table) % len(factors)], tuning.SLOWEST)
         return table[layout]
 
     drive(tuner, seconds, intervals, start_s)
     assert tuner.lost_s <= SHARE * intervals * table[FIRST]
-    assert tuner.best == best_of(tuner.times)
-    assert next_layout(SPACE, tuner.times) is None or tuner.sentence()
+    if tuner.settled:
+        assert not any(beats(each, tuner.times[tuner.best]) for each in tuner.times.values())
+
+
+# ------------------------------------------------------------------------------------------- what an actor makes of it
+
+
+def test_an_actor_answers_the_groups_that_are_its_own_now():
+    control = SimpleNamespace(layout=np.array([1, 2, 1]), posted=np.array([1, 1]), answered=np.array([0, 0]))
+    inbox, post = mailbox()
+    ports, seats = SimpleNamespace(inbox=inbox, lockstep=False), Seats(0, 2, control)
+    post.post(1, 0)  # the first from before the layout changed to two actors
+    assert waiting_groups(ports, control, seats) == [0]
+    control.layout[:] = 2, 1, 1
+    post.post(1)
+    assert waiting_groups(ports, control, seats) == [1]
+    assert seats.executor_of == [0, 1]
+    post.post(0)
+    inbox.drop()
+    inbox.drop()  # there is nothing left, and it doesn't wait
+    post.post(1)
+    assert inbox.take() == [1]
 
 
 # ------------------------------------------------------------------------------------------------ what a machine allows
@@ -204,16 +236,18 @@ def test_what_it_cannot_do_is_refused(settings, words):
 
 # ------------------------------------------------------------------------------------------------------------ the runs
 
-SMALL = {"num_envs": 6, "sync_interval": 16, "total_steps": 6 * 16 * 12, "minibatches": 4, "epochs": 1}
+SMALL = {"num_envs": 6, "sync_interval": 16, "total_steps": 6 * 16 * 20, "minibatches": 4, "epochs": 1}
 
 
 @pytest.fixture
 def restless(monkeypatch, quick_children):
-    """On two cores, every interval tries another layout, and each is faster than those before."""
+    """On two cores, every interval tries another layout or goes back to one: each is faster than those before."""
     monkeypatch.setattr(resolve, "available_cores", lambda: 2)
     for name, value in {"SHARE": math.inf, "LEAST": 1, "SECONDS": 0.0, "FIRST_WARM_UP": 0, "WARM_UP": 0}.items():
         monkeypatch.setattr(tuning, name, value)
-    monkeypatch.setattr(Run, "interval_seconds", lambda run: 0.9 ** len(run.tuner.times))
+    monkeypatch.setattr(
+        Run, "interval_seconds", lambda run: run.tuner.times.get(run.layout, 0.9 ** len(run.tuner.times))
+    )
 
 
 def layouts_of(records):
@@ -230,7 +264,7 @@ def test_no_bit_depends_on_the_layouts_that_are_tried(tmp_path, restless, env):
     assert {actors for _, _, actors in tried} == {1, 2}
     assert max(executors for executors, _, _ in tried) == 4
     assert [each["policy_lag"] for each in tuned.metrics] == [1] * len(tried)
-    assert tuned.result.values["layout"]["tried"] == len(set(tried[:-1]))  # after the last nothing is to come
+    assert len(set(tried)) - 1 <= tuned.result.values["layout"]["tried"] <= len(set(tried))
     assert digests(record(tmp_path / "seed", env, layout="auto", seed=1, **SMALL)) != digests(fixed)
 
 
@@ -293,12 +327,12 @@ def test_a_change_of_the_layout_survives(tmp_path, restless, expected, monkeypat
 def test_a_run_that_was_stopped_while_it_searched_goes_on_searching(tmp_path, restless):
     whole = {"env": "synthetic:counting", "record_digests": True, **SMALL}
     train(configure(run_dir=tmp_path / "fixed", progress="none", **whole))
-    interrupted(tmp_path / "run", 2, layout="auto", **whole)
+    interrupted(tmp_path / "run", 3, layout="auto", **whole)
     state = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1]).state["layout"]
-    assert state["settled"] is False
-    resume_until(tmp_path / "run", 4)
+    assert (state["settled"], state["num_executors"]) == (False, 2)
+    resume_until(tmp_path / "run", 5)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    executors, _, actors = layouts_of(records)[3]
+    executors, _, actors = layouts_of(records)[4]
     assert (executors, actors) == (state["num_executors"], state["num_actors"])
     resume(tmp_path / "run", no_changes())
     (result, metrics, _), (expected, plain, _) = bits(tmp_path / "run"), bits(tmp_path / "fixed")
@@ -320,7 +354,7 @@ def test_what_was_found_is_kept_by_a_resumed_run(tmp_path, restless, monkeypatch
     assert line in capsys.readouterr().out
     resume(tmp_path / "run", no_changes())
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [executors for executors, _, _ in layouts_of(records)] == [1, 2, 4, 2, 2, 2, 2, 2]
+    assert [executors for executors, _, _ in layouts_of(records)] == [1, 2, 1, 4, 2, 2, 2, 2]
     found = json.loads((tmp_path / "run" / "result.json").read_text())["layout"]
     assert (found["num_executors"], found["settled"], found["tried"]) == (2, True, 0)
 
