@@ -184,7 +184,7 @@ class Tuner:
         if best == first:
             return f"layout: {words(best)}, as at the start: none was faster ({tried})"
         faster = self.times[first] / self.times[best] - 1.0
-        return f"layout: {words(best)}: {faster:.0%} faster than {words(first)} ({tried})"
+        return f"layout: {words(best)}: measured {faster:.0%} faster than {words(first)} ({tried})"
 
 
 def settings_of(layout: Layout) -> dict[str, int]:
