@@ -16,6 +16,7 @@ from htsrl.actors.reports import reported, send_ready, signs_of_life
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.storage import trace
+from htsrl.storage.layout import Layout
 
 
 def run_actor(ports: ActorPorts) -> None:
@@ -25,12 +26,10 @@ def run_actor(ports: ActorPorts) -> None:
         mark = trace.open_lane(ports.arena, f"actor {ports.index}")
         mark("start")
         parameters, batch = build_policy(ports)
-        layout, T = ports.layout, ports.sync_interval
-        own_groups = np.flatnonzero(layout.actor_of == ports.index)
+        N, T = ports.num_envs, ports.sync_interval
         control = ports.arena.views("control")
+        seats = Seats(ports.index, N, control)
         storages = [FlatRows(ports.arena.views(name)) for name in ("even", "odd")]
-        columns_of = [np.array(group) for group in layout.groups]
-        executor_of = layout.executor_of.tolist()
         version = -1
         pause = random_pauses(ports.delay_ms)
         send_ready(ports.lines, buckets=batch.buckets)
@@ -38,7 +37,7 @@ def run_actor(ports: ActorPorts) -> None:
         while True:
             # Take the observations that wait (all of them, if the schedule is lock-step)
             mark("wait")
-            groups = waiting_groups(ports, control, own_groups)
+            groups = waiting_groups(ports, control, seats)
             if groups is None:
                 return
             pause()
@@ -51,7 +50,7 @@ def run_actor(ports: ActorPorts) -> None:
 
             # Find their rows
             mark("find", len(groups))
-            found = [columns_of[g] + (int(control.answered[g]) - interval * T) * layout.num_envs for g in groups]
+            found = [seats.columns_of[g] + (int(control.answered[g]) - interval * T) * N for g in groups]
             index = np.concatenate(found) if len(found) > 1 else found[0]
 
             # Infer and sample, and tell their executors
@@ -59,7 +58,33 @@ def run_actor(ports: ActorPorts) -> None:
             mark("post", len(groups))
             for g in groups:
                 control.answered[g] += 1
-            tell_executors(groups, executor_of, ports)
+            tell_executors(groups, seats.executor_of, ports)
+
+
+class Seats:
+    """Which columns and which executor every group has, and which groups are this actor's, in the layout of now."""
+
+    columns_of: list[np.ndarray]
+    executor_of: list[int]
+    is_own: list[bool]
+    own: np.ndarray
+    """[groups of this actor]"""
+
+    def __init__(self, actor: int, num_envs: int, control: Any) -> None:
+        self._actor, self._num_envs, self._control = actor, num_envs, control
+        self._numbers: list[int] = []
+        self.look()
+
+    def look(self) -> None:
+        """Read the layout again: it may be another one since the last barrier."""
+        numbers = self._control.layout.tolist()
+        if numbers != self._numbers:
+            self._numbers = numbers
+            layout = Layout(self._num_envs, *numbers)
+            self.columns_of = [np.array(group) for group in layout.groups]
+            self.executor_of = layout.executor_of.tolist()
+            self.is_own = (layout.actor_of == self._actor).tolist()
+            self.own = np.flatnonzero(self.is_own)
 
 
 def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:
@@ -72,7 +97,7 @@ def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:
     model = build_model(ports.spec, ports.network, ports.seed).to(device)
     alive()
     parameters = FlatParameters(model, gradients=False)
-    rows_wanted = rows_at_once(ports.spec, ports.layout.num_envs, device)
+    rows_wanted = rows_at_once(ports.spec, ports.num_envs, device)
     buckets = invariant_buckets(model, ports.spec, rows_wanted, device)
     return parameters, InferenceBatch(model, ports.spec, buckets, device)
 
@@ -105,7 +130,7 @@ def tell_executors(groups: list[int], executor_of: list[int], ports: ActorPorts)
         ports.executors[e].post(*own)
 
 
-def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> list[int] | None:
+def waiting_groups(ports: ActorPorts, control: Any, seats: Seats) -> list[int] | None:
     """The groups that have an unanswered observation; blocks while there are none; None when the run stops.
 
     Schedule 'sync' waits for all groups that still have rows to make in this interval.
@@ -116,12 +141,16 @@ def waiting_groups(ports: ActorPorts, control: Any, own_groups: np.ndarray) -> l
         if STOP in numbers:
             return None
         waiting |= {g for g in numbers if control.posted[g] > control.answered[g]}
+        # In this order: a row that waits is of the layout that is read after it. A message from before the last change
+        # may speak of a group that has become another actor's
+        seats.look()
+        waiting = {g for g in waiting if seats.is_own[g]}
         if not waiting:
             continue
         if not ports.lockstep:
             return sorted(waiting)
         end = (int(control.interval[0]) + 1) * ports.sync_interval
-        if len(waiting) == (control.answered[own_groups] < end).sum():
+        if len(waiting) == (control.answered[seats.own] < end).sum():
             return sorted(waiting)
 
 

@@ -6,6 +6,7 @@ A round trip costs a few microseconds; a read takes all messages that wait; whoe
 from __future__ import annotations
 
 import os
+import select
 from array import array
 from multiprocessing import reduction
 from typing import Any
@@ -53,6 +54,13 @@ class Inbox(_End):
         if not data:
             raise EOFError("mailbox closed: every writer is gone")
         return memoryview(data).cast("I").tolist()
+
+    def drop(self) -> None:
+        """Throw away what waits for a reader that has ended."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        if poll.poll(0):
+            os.read(self.fd, _CAPACITY)
 
 
 class Outbox(_End):

@@ -61,7 +61,8 @@ class ActorPorts:
 
     index: int
     arena: Arena
-    layout: Layout
+    num_envs: int
+    """N; all else about the layout, which may change, is in the control block."""
     spec: EnvSpec
     network: NetworkOptions
     seed: int

@@ -227,6 +227,7 @@ def actor_alone(config: AnyConfig, executors: int, seconds: float) -> tuple[list
         arena = Arena.create({"control": control_fields(N, executors, parameters), "even": fields, "odd": fields})
         opened.callback(arena.close)
         control, storage = arena.views("control"), arena.views("even")
+        control.layout[:] = layout.numbers
         storage.obs[:] = random_observations(storage.obs)
         to_actor, to_executors = mailbox(), [mailbox() for _ in range(executors)]
 
@@ -234,7 +235,7 @@ def actor_alone(config: AnyConfig, executors: int, seconds: float) -> tuple[list
             return ActorPorts(
                 index=0,
                 arena=arena,
-                layout=layout,
+                num_envs=N,
                 spec=spec,
                 network=config.network,
                 seed=0,

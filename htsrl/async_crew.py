@@ -24,12 +24,19 @@ class AsyncCrew(Crew):
     actor_body = staticmethod(run_async_actor)
 
     def __init__(
-        self, config: AnyConfig, spec: EnvSpec, layout: Layout, arena: Arena, logs: EpisodeLogs, delay_ms: float = 0.0
+        self,
+        config: AnyConfig,
+        spec: EnvSpec,
+        layout: Layout,
+        arena: Arena,
+        logs: EpisodeLogs,
+        delay_ms: float = 0.0,
+        most_executors: int = 0,
     ) -> None:
         """As :class:`Crew`; ``logs`` are those before the first row that the learner has not taken."""
         self._slots = slots_of(arena.views("unrolls"))
         self.queue = UnrollQueue(layout, arena.views("control").stepped, config.runtime.sync_interval)
-        super().__init__(config, spec, layout, arena, logs, delay_ms)
+        super().__init__(config, spec, layout, arena, logs, delay_ms, most_executors)
 
     def take(self, columns: int) -> list[Unroll]:
         """Wait for ``columns`` columns of full unrolls, and take them in the order of their arrival."""

@@ -72,7 +72,8 @@ newest checkpoint, to the same end: the same bits as if it had never stopped. A 
 --schedule async goes on from there with new trajectories.
 
 Options are those of `htsrl train` that don't change results:
-  --num-executors N|auto, --num-actors N, --envs-per-group N|auto
+  --layout rule|auto, --num-executors N|auto, --num-actors N|auto,
+  --envs-per-group N|auto
   --checkpoint-every STEPS, --keep-checkpoints N
   --max-restarts N, --step-timeout SECONDS|none, --start-timeout SECONDS
   --eval-every STEPS, --eval-episodes N, --[no-]eval-stochastic

@@ -375,10 +375,13 @@ class RuntimeOptions(Section):
     starts it at the newest, and the ratio to the old probabilities makes up for the lag."""
     async_slots: PositiveInt = 2
     """Of schedule async: unrolls per replica that are collected or wait for the learner; bounds the policy lag."""
+    layout: Literal["rule", "auto"] = "rule"
+    """How 'auto' values of the three settings below are found: by a 'rule' from environment and cores, or, 'auto', by
+    trying others during the first intervals and keeping the fastest. No bit depends on them."""
     num_executors: PositiveInt | Literal["auto"] = "auto"
     """Processes that step environments; 'auto' fits the machine's cores and the environment."""
-    num_actors: PositiveInt = 1
-    """Processes that run the policy."""
+    num_actors: PositiveInt | Literal["auto"] = "auto"
+    """Processes that run the policy; 'auto' is one, or what `layout` auto finds."""
     envs_per_group: PositiveInt | Literal["auto"] = "auto"
     """Replicas that one message speaks of."""
     device: str = "auto"
@@ -404,7 +407,7 @@ class RuntimeOptions(Section):
         """Replicas are dealt to the executors as evenly as possible, and a group never spans two executors."""
         if self.num_executors != "auto" and self.num_executors > self.num_envs:
             raise refused(f"`num_executors` must be at most `num_envs` ({self.num_envs}), got {self.num_executors}")
-        if self.num_actors > self.num_envs:
+        if self.num_actors != "auto" and self.num_actors > self.num_envs:
             raise refused(f"`num_actors` must be at most `num_envs` ({self.num_envs}), got {self.num_actors}")
         if self.schedule != "async" and self.async_slots != 2:
             raise refused(f"`async_slots` is for `schedule` async, and this run's is {self.schedule}")
@@ -413,8 +416,18 @@ class RuntimeOptions(Section):
                 f"`delay` is for `schedule` hts: with {self.schedule} there is one start for an update, the newest "
                 "parameters"
             )
-        if self.schedule == "sync" and self.num_actors != 1:
+        if self.schedule == "sync" and self.num_actors not in ("auto", 1):
             raise refused(f"`schedule` sync needs `num_actors` 1, got {self.num_actors}")
+        if self.layout == "auto" and self.schedule == "async":
+            raise refused(
+                "`layout` auto is for `schedule` hts and sync: it changes processes at a barrier, and async has none"
+            )
+        actors = 1 if self.schedule == "sync" else self.num_actors
+        if self.layout == "auto" and "auto" not in (self.num_executors, actors, self.envs_per_group):
+            raise refused(
+                "`layout` auto has nothing to find where `num_executors`, `num_actors` and `envs_per_group` are all "
+                "given: leave out one of them"
+            )
         if self.envs_per_group != "auto":
             executors = 1 if self.num_executors == "auto" else self.num_executors
             largest = -(-self.num_envs // executors)
@@ -510,6 +523,8 @@ class Config(Section, Generic[E, H]):
             raise refused("`record_digests` is for `schedule` hts and sync: an async run never repeats itself")
         if self.runtime.schedule == "async" and self.output.trace is not None:
             raise refused("`trace` is for `schedule` hts and sync: it shows intervals, and an async run has none")
+        if self.runtime.layout == "auto" and self.output.trace is not None:
+            raise refused("`trace` needs `layout` rule: a timeline has a line for each process, and these would change")
         return self
 
     @model_validator(mode="after")

@@ -66,6 +66,11 @@ class Child:
     since: float = field(default_factory=time.monotonic)
     reminded: bool = False
     """Its messages were sent again since."""
+    started: float = field(default_factory=time.monotonic)
+    start_s: float = 0.0
+    """How long it took to get ready."""
+    leaving: bool = False
+    """It is to end, and not to be replaced."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}"
@@ -112,6 +117,7 @@ class Crew:
         arena: Arena,
         logs: EpisodeLogs,
         delay_ms: float = 0.0,
+        most_executors: int = 0,
     ) -> None:
         """Create the pipes and start every process; they come up in parallel. See :meth:`await_ready`.
 
@@ -122,6 +128,7 @@ class Crew:
             arena: all shared memory.
             logs: where the replicas stand; read again whenever an executor is replaced.
             delay_ms: longest injected pause, see :mod:`htsrl.actors.delays`.
+            most_executors: of a layout that it may change to, see :meth:`rearrange`.
         """
         self.changes = threading.Condition()
         """Hold it while the interval changes: a child is replaced either before or after that."""
@@ -144,7 +151,7 @@ class Crew:
         self._failed_at: Counter[Hashable] = Counter()
 
         # All edges of the process graph
-        self._to_executor = [mailbox() for _ in range(layout.num_executors)]
+        self._to_executor = [mailbox() for _ in range(max(layout.num_executors, most_executors))]
         self._to_actor = [mailbox() for _ in range(layout.num_actors)]
         self._barrier, self._at_barrier = mailbox()
         self._wake, self._waker = mailbox()
@@ -152,11 +159,7 @@ class Crew:
         self.children: list[Child] = []
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         try:
-            for a in range(layout.num_actors):
-                self.children.append(self._start_actor(a))
-            standing = dict(enumerate(logs.logs))
-            for e in range(layout.num_executors):
-                self.children.append(self._start_executor(e, standing))
+            self._start_missing()
             self._supervisor.start()
         except BaseException:
             self.stop()
@@ -175,16 +178,55 @@ class Crew:
 
     def begin_interval(self) -> None:
         """Let the executors begin the interval that the control block announces."""
-        for _, post in self._to_executor:
+        for _, post in self._to_executor[: self._layout.num_executors]:
             post.post(LOOK)
 
     def await_barrier(self) -> None:
         """Wait until every executor has completed the current interval."""
         with self.changes:
-            while not (self._control.finished > self._control.interval[0]).all():
+            own = slice(self._layout.num_executors)
+            while not (self._control.finished[own] > self._control.interval[0]).all():
                 self.check()
                 self.changes.wait()
             self.check()
+
+    def rearrange(self, layout: Layout) -> None:
+        """Go on in another layout: between two intervals, when nobody works. Returns when every process is ready.
+
+        The executors end, and those of ``layout`` begin where the logs stand, as after a stop. Actors, which take the
+        longest to start, stay, as far as it has as many; between them, they find the groups in the control block.
+        """
+        with self.changes:
+            for child in self.children:
+                child.leaving = child.role == "executor" or child.index >= layout.num_actors
+                boxes = self._to_executor if child.role == "executor" else self._to_actor
+                if child.leaving and child.ready:
+                    boxes[child.index][1].post(STOP)
+                elif child.leaving:  # it can't hear yet
+                    child.kill()
+
+            def gone() -> bool:
+                self.check()
+                return not any(child.leaving for child in self.children)
+
+            if not self.changes.wait_for(gone, STOP_TIMEOUT_S):
+                for child in self.children:
+                    if child.leaving:
+                        child.kill()
+                self.changes.wait_for(gone)
+            for inbox, _ in (*self._to_executor, *self._to_actor[layout.num_actors :]):
+                inbox.drop()  # one that was killed may not have read that it should stop
+            self._layout = layout
+            self._start_missing()
+            self._waker.post(LOOK)  # the supervisor waits on others now
+        self.await_ready()
+
+    def start_seconds(self, layout: Layout) -> float:
+        """How long :meth:`rearrange` may take, by how long processes like those that it starts took to get ready."""
+        with self.changes:
+            executors = [child.start_s for child in self.children if child.role == "executor"]
+            actors = [child.start_s for child in self.children if child.role == "actor"]
+        return max(executors + (actors if layout.num_actors > self._layout.num_actors else []), default=0.0)
 
     def check(self) -> None:
         """Raise the failure that ends the run, if there is one; from any thread."""
@@ -241,6 +283,18 @@ class Crew:
 
     # ---------------------------------------------------------------------------------------------------- the children
 
+    def _start_missing(self) -> None:
+        """Start what the layout has, where the logs stand; actors that are there stay."""
+        self._control.layout[:] = self._layout.numbers
+        self._to_actor += [mailbox() for _ in range(len(self._to_actor), self._layout.num_actors)]
+        present = {child.index for child in self.children}
+        for a in range(self._layout.num_actors):
+            if a not in present:
+                self.children.append(self._start_actor(a))
+        standing = dict(enumerate(self._logs.logs))
+        for e in range(self._layout.num_executors):
+            self.children.append(self._start_executor(e, standing))
+
     def _start_executor(self, e: int, logs: dict[int, EpisodeLog]) -> Child:
         def ports(lines: Lines) -> ExecutorPorts:
             return ExecutorPorts(
@@ -255,7 +309,7 @@ class Crew:
                 logs=[logs[n] for n in self._layout.executor_columns[e]],
                 snapshots=self.snapshots,
                 inbox=self._to_executor[e][0],
-                actors=[post for _, post in self._to_actor],
+                actors=[post for _, post in self._to_actor[: self._layout.num_actors]],
                 barrier=self._at_barrier,
                 lines=lines,
                 delay_ms=self._delay_ms,
@@ -268,7 +322,7 @@ class Crew:
             return ActorPorts(
                 index=a,
                 arena=self._arena,
-                layout=self._layout,
+                num_envs=self._layout.num_envs,
                 spec=self._spec,
                 network=self._config.network,
                 seed=self._config.seed,
@@ -308,6 +362,8 @@ class Crew:
                 with self.changes:
                     if self._stopping:
                         return
+                    if self._wake in events:
+                        self._wake.take()
                     if self._barrier in events:
                         self._arrived(self._barrier.take())
                     for event in events:
@@ -338,6 +394,7 @@ class Crew:
         if report["kind"] == "ready":
             child.ready = True
             child.since = time.monotonic()
+            child.start_s = child.since - child.started
         elif report["kind"] == "progress":
             child.since = time.monotonic()
         elif report["kind"] == "unreproducible":
@@ -364,6 +421,9 @@ class Crew:
         """
         while not child.reports.closed and child.reports.poll():
             self._hear(child)
+        if child.leaving:
+            self._bury(child)
+            return
         reason = self._reason(child)
         if self._restoring(child):  # then it is no failure of the run
             self._logs.forget_snapshots(self._layout.executor_columns[child.index])
@@ -372,10 +432,7 @@ class Crew:
             how = "replaced, and going on"
             self._count_failure(child, reason)
         self._events.append(f"{str(reason).splitlines()[0].rstrip(':')}; {how}")
-        child.kill()
-        child.close()
-        lane_mark(self._arena, str(child))("gone")
-        self.children.remove(child)
+        self._bury(child)
         if child.role == "executor":
             self.children.append(self._start_executor(child.index, self._standing(child.index)))
         else:
@@ -383,6 +440,13 @@ class Crew:
             # Whatever may have been lost with its predecessor
             for other in self.children:
                 self._remind(other)
+
+    def _bury(self, child: Child) -> None:
+        """Let go of a process that has ended."""
+        child.kill()
+        child.close()
+        lane_mark(self._arena, str(child))("gone")
+        self.children.remove(child)
 
     def _restoring(self, child: Child) -> bool:
         """Whether ``child`` has not come up yet from snapshots of environments, which may be what ended it."""
@@ -480,7 +544,7 @@ class Crew:
         """A number that grows with a child's work, and whether it has nothing to do."""
         control = self._control
         if child.role == "actor":
-            own = self._layout.actor_of == child.index
+            own = (self._layout.actor_of == child.index).nonzero()[0]
             waits = control.answered[own] >= control.posted[own]
             idle = waits.all()
             if self._config.runtime.schedule == "sync":

@@ -21,6 +21,7 @@ from htsrl.learner.learner import Learner
 from htsrl.storage.snapshots import MAX_BYTES
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Number = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 """Without control characters: a terminal would obey them."""
 
@@ -57,6 +58,18 @@ class PolicyLagState(BaseModel):
     histogram: Annotated[list[Count], Field(max_length=1000)]
 
 
+class LayoutState(BaseModel):
+    """What ``layout`` auto has found so far; see :func:`htsrl.resolve.layout_state`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_executors: Number
+    num_actors: Number
+    envs_per_group: Number
+    settled: bool
+    cores: Number
+
+
 class RunState(BaseModel):
     """The JSON part of a run's checkpoint. Keys of later versions may stand beside these."""
 
@@ -81,6 +94,7 @@ class RunState(BaseModel):
     versions: dict[Text, Text]
     fingerprint: dict[Text, Text | int]
     policy_lag: PolicyLagState | None = None
+    layout: LayoutState | None = None
 
     @model_validator(mode="after")
     def _finished_with_a_result(self) -> RunState:

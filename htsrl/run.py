@@ -35,11 +35,12 @@ from htsrl.evaluation import Evaluator
 from htsrl.learner.learner import Learner
 from htsrl.limits import gib
 from htsrl.report import Reporter
-from htsrl.resolve import layout_for
+from htsrl.resolve import layout_for, layout_state, tuner_for
 from htsrl.rundir import CHECKPOINTS, INITIAL, reason_of
 from htsrl.storage.digest import parameters_digest, trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields, trace_fields
+from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena, total_bytes
 from htsrl.storage.snapshots import Snapshot
 from htsrl.storage.trace import mark, open_lane
@@ -129,7 +130,8 @@ class Run:
         no_actions = np.empty((0, *spec.action.stored_shape), spec.action.stored_dtype)
         logs = [EpisodeLog(episode=0, pieces=(no_actions,)) for _ in range(self.N)]
         self.learner = Learner(config, spec, torch.device(config.runtime.device))
-        self.layout = layout_for(config, spec)
+        self.tuner = tuner_for(config, spec, checkpoint.state.get("layout") if checkpoint is not None else None)
+        self.layout = self.tuner.layout if self.tuner is not None else layout_for(config, spec)
         if checkpoint is None and (run_dir / INITIAL).exists():
             try:
                 self.learner.start_from(load_checkpoint(run_dir / INITIAL).group)
@@ -159,7 +161,8 @@ class Run:
             if self.evaluator is not None:
                 opened.callback(self.evaluator.stop)
                 self.evaluator.restore(checkpoint.group("evaluation") if checkpoint is not None else {})
-            self.crew = self.crew_class(config, spec, self.layout, self.arena, self.episode_logs, delay_ms)
+            _, most = self.most_groups_and_executors()
+            self.crew = self.crew_class(config, spec, self.layout, self.arena, self.episode_logs, delay_ms, most)
             opened.callback(self.crew.stop)
             self.learner.interrupt_with(self.crew.check)
             self._opened = opened.pop_all()
@@ -175,11 +178,17 @@ class Run:
         """All shared memory: two storages, and the control block."""
         fields = rollout_fields(self.spec, self.T, self.N, self.learner.model.head.noise_size, self.state_size)
         size = len(self.learner.parameters)
-        control = control_fields(len(self.layout.groups), self.layout.num_executors, size)
+        control = control_fields(*self.most_groups_and_executors(), size)
         traced = {"trace": trace_fields(lanes(self.layout, self.T))} if self.config.output.trace else {}
         arena = Arena.create({"control": control, "even": fields, "odd": fields, **traced})
         self.control, self.storages = arena.views("control"), [arena.views("even"), arena.views("odd")]
         return arena
+
+    def most_groups_and_executors(self) -> tuple[int, int]:
+        """In any layout that the run may change to."""
+        if self.tuner is None:
+            return len(self.layout.groups), self.layout.num_executors
+        return self.N, self.tuner.space.most_executors
 
     def set_counters(self) -> None:
         """Let the counters stand as they do before the interval that comes next."""
@@ -228,6 +237,7 @@ class Run:
             # Publish θ_{j+1}, change storages, go on
             if self.progress.steps >= self.config.total_steps or stop.is_set():
                 break
+            self.tune()
             j += 1
             self.begin(j, self.learner.newest, self.learner.version)
 
@@ -237,6 +247,38 @@ class Run:
         if full is not None:
             self.consume(j, full)
         self.finish(stop)
+
+    def tune(self) -> None:
+        """At a barrier, with ``layout`` auto: go on in the layout that the tuner wants to see."""
+        tuner = self.tuner
+        if tuner is None or tuner.settled:
+            return
+        left = math.ceil((self.config.total_steps - self.progress.steps) / (self.N * self.T))
+        if self.crew.reproducible:
+            tuner.completed(self.interval_seconds(), left, self.crew.start_seconds)
+        else:
+            tuner.settle("the environment does not repeat itself, as replicas that change hands must")
+        if tuner.layout != self.layout:
+            self.change_layout(tuner.layout)
+        if tuner.settled:
+            self.reporter.note(tuner.sentence())
+
+    def interval_seconds(self) -> float:
+        """How long the interval took that has just been completed, with all that is done at the barrier."""
+        return time.perf_counter() - self.begun
+
+    def change_layout(self, layout: Layout) -> None:
+        """Have other processes go on from where all replicas stand, at a barrier: what a resumed run does, too."""
+        assert self.tuner is not None
+        started = time.perf_counter()
+        with self.crew.changes:
+            self.set_counters()  # of groups and executors that were not there before
+            logs = self.episode_logs.logs
+            for n, snapshot in self.snapshots().items():
+                logs[int(n)] = replace(logs[int(n)], snapshot=snapshot)
+        self.layout = layout
+        self.crew.rearrange(layout)
+        self.tuner.changed(time.perf_counter() - started)
 
     def begin(self, j: int, behaviour: torch.Tensor, version: int) -> None:
         """Publish the behaviour parameters of interval j and let the executors begin."""
@@ -311,6 +353,10 @@ class Run:
         }
         if self.spec.has_score:
             record["score_mean"] = mean(progress.scores)
+        if self.tuner is not None:
+            counts = {"executors": self.layout.num_executors, "groups": len(self.layout.groups)}
+            counts["actors"] = self.layout.num_actors
+            record |= {f"layout/{name}": number for name, number in counts.items()}
         return record
 
     def consume(self, j: int, record: dict[str, float]) -> None:
@@ -398,6 +444,7 @@ class Run:
             "scores": list(progress.scores),
             "replicas": [{"episode": log.episode, "reset_pending": log.reset_pending} for log in logs],
             "config": self.config.model_dump(mode="json"),
+            **({"layout": layout_state(self.tuner)} if self.tuner is not None else {}),
             "versions": self.spec.versions,
             "htsrl": version("htsrl"),
             "fingerprint": determinism.fingerprint(
@@ -419,6 +466,8 @@ class Run:
             self.hear_evaluator(wait_s=1.0)
         interrupted = progress.steps < self.config.total_steps or bool(self.evaluator and self.evaluator.busy)
         progress.seconds = time.perf_counter() - self.clock
+        if self.tuner is not None and not self.tuner.settled and not interrupted:
+            self.reporter.note(self.tuner.sentence())
         values = self.summary()
         try:
             path = self.save_checkpoint(None if interrupted else values)
@@ -448,6 +497,8 @@ class Run:
         }
         if self.spec.has_score:
             values["score_mean"] = mean(progress.scores)
+        if self.tuner is not None:
+            values["layout"] = self.tuner.outcome()
         return values
 
     def say_if_long(self, size: int) -> None:

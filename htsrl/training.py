@@ -46,7 +46,7 @@ from htsrl.usercode import refuse_code_in
 # Settings that no bit of a run's results depends on: a resumed run may change them.
 FREE_SETTINGS = frozenset(
     {
-        "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout", "start_timeout",
+        "layout", "num_executors", "num_actors", "envs_per_group", "max_restarts", "step_timeout", "start_timeout",
         "checkpoint_every", "keep_checkpoints", "eval_every", "eval_episodes", "eval_stochastic",
         "tensorboard", "record_digests", "progress", "trace", "trace_after", "trace_intervals",
     }

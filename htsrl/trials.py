@@ -66,6 +66,8 @@ def take_options(values: dict[str, Any]) -> VerifyOptions:
     for name in ("kills", "json"):
         if found[name]:
             raise ConfigError(f"--{name} takes no value, got {found[name]}")
+    if "layout" in values:
+        raise ConfigError("--layout is for `htsrl train`: here every layout stays as it is; did you mean --layouts?")
     for name in values.keys() - every_setting().keys():
         guess = near(name, options)
         if guess:
@@ -132,7 +134,7 @@ def with_layout(config: AnyConfig, name: str) -> AnyConfig:
             f"got {shown(name)}"
         )
     numbers = name.split("x")
-    changes = dict(zip(("num_executors", "num_actors", "envs_per_group"), [*numbers, "auto"]))
+    changes = dict(zip(("num_executors", "num_actors", "envs_per_group"), [*numbers, "auto"])) | {"layout": "rule"}
 
     def spell(setting: str) -> str:
         return f"--{setting.replace('_', '-')}"

@@ -72,7 +72,10 @@ def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int, state_size: i
 
 
 def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
-    """The fields that exist once: counters and the published parameters."""
+    """The fields that exist once: counters and the published parameters.
+
+    There may be more ``groups`` and ``executors`` than the layout has: room for one that it changes to.
+    """
 
     def field(name: str, shape: tuple[int, ...], dtype: type, writer: Role, *readers: Role) -> Field:
         return Field(name, shape, np.dtype(dtype), writer, readers)
@@ -80,6 +83,8 @@ def control_fields(groups: int, executors: int, parameters: int) -> list[Field]:
     return [
         # The interval that runs; it grows only while everybody waits.
         field("interval", (1,), np.int64, "run", "executor", "actor"),
+        # The layout, see Layout.numbers; it changes only while everybody waits, and an executor's never does.
+        field("layout", (3,), np.int64, "run", "actor"),
         # The behaviour parameters and their version; published while everybody waits.
         field("parameters", (parameters,), np.float32, "run", "actor"),
         field("version", (1,), np.int64, "run", "actor"),
@@ -135,6 +140,8 @@ def async_control_fields(groups: int, parameters: int) -> list[Field]:
         return Field(name, shape, np.dtype(dtype), writer, readers)
 
     return [
+        # The layout, see Layout.numbers.
+        field("layout", (3,), np.int64, "run", "actor"),
         # The newest parameters and those before them, see htsrl.actors.published.
         field("parameters", (2, parameters), np.float32, "run", "actor"),
         field("version", (1,), np.int64, "run", "actor"),

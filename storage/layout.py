@@ -17,6 +17,11 @@ class Layout:
     num_actors: int
     envs_per_group: int
 
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Everything but N, as the control block holds it: executors, actors, replicas per group."""
+        return self.num_executors, self.num_actors, self.envs_per_group
+
     @cached_property
     def executor_columns(self) -> list[range]:
         """The columns of each executor, as even as possible."""

@@ -228,6 +228,7 @@ def test_whatever_a_whole_checkpoint_says_it_is_refused_or_used(stopped, tmp_pat
         ("finished", True, "a finished run has a result"),
         ("replicas", [], "not those of 4 replicas"),
         ("reproducible", 1, "reproducible: input should be a valid boolean"),
+        ("layout", {"num_executors": 0}, "layout.num_executors: input should be greater than or equal to 1"),
     ],
 )
 def test_a_state_that_can_not_be_is_refused_before_anything_changes(run_dir, name, value, words):
