@@ -17,6 +17,8 @@ from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.storage import trace
 from htsrl.storage.layout import Layout
+from htsrl.storage.observations import frame_places, is_stacked
+from htsrl.storage.stacks import Frames
 
 
 def run_actor(ports: ActorPorts) -> None:
@@ -107,7 +109,7 @@ def answer_rows(batch: InferenceBatch, storage: FlatRows, obs_index: np.ndarray,
     for start in range(0, len(index), batch.largest):  # as many at once as a batch holds
         obs_rows, rows = obs_index[start : start + batch.largest], index[start : start + batch.largest]
         trace.mark("gather", len(rows))
-        np.take(storage.obs, obs_rows, axis=0, out=batch.obs[: len(rows)], mode="clip")
+        storage.take_observations(obs_rows, batch.obs[: len(rows)])
         np.take(storage.noise, rows, axis=0, out=batch.noise[: len(rows)], mode="clip")
         if batch.recurrent:
             np.take(storage.state, obs_rows, axis=0, out=batch.state[: len(rows)], mode="clip")
@@ -160,10 +162,21 @@ class FlatRows:
     def __init__(self, storage: Any, axes: int = 2) -> None:
         self.columns = storage.reward.shape[axes - 1]
         """N"""
+        self._frames = None
+        if is_stacked(storage):
+            self._past, self._stack = storage.past, storage.frames.shape[axes - 2] - storage.reward.shape[axes - 2]
+            self._frames = Frames(storage.frames, self._stack, torch.device("cpu"))
         for name in ("obs", "noise", "action", "log_prob", "value", "state"):
-            if hasattr(storage, name):  # states, only of a recurrent policy
+            if hasattr(storage, name):  # states, only of a recurrent policy; observations, where they are whole
                 array = getattr(storage, name)
                 setattr(self, name, array.reshape(-1, *array.shape[axes:]))
+
+    def take_observations(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Copy the observations of ``rows`` [B] to ``out`` [B, *obs]."""
+        if self._frames is None:
+            np.take(self.obs, rows, axis=0, out=out, mode="clip")
+        else:
+            out[:] = self._frames.at(torch.from_numpy(frame_places(self._past, self._stack, rows))).numpy()
 
     obs: np.ndarray
     noise: np.ndarray

@@ -9,6 +9,7 @@ from htsrl.actors.executor import Replica, check_observations, open_rows, reques
 from htsrl.actors.mailbox import STOP
 from htsrl.actors.ports import ExecutorPorts
 from htsrl.actors.reports import reported, send_ready
+from htsrl.storage.observations import observation
 from htsrl.storage.unrolls import slots_of
 
 
@@ -78,4 +79,4 @@ def leave_unroll(slot: Any, replicas: list[Replica]) -> None:
     """Check the observations of a full unroll, and keep the last ones: the slot is the learner's from now on."""
     check_observations(slot, replicas)
     for replica in replicas:
-        replica.obs = slot.obs[-1, replica.column].copy()
+        replica.obs = observation(slot, len(slot.reward), replica.column)

@@ -30,6 +30,7 @@ from htsrl.envs.spec import ActionSpec
 from htsrl.rng import episode_seed
 from htsrl.storage import trace
 from htsrl.storage.episodes import EpisodeLog
+from htsrl.storage.observations import begin_row, next_row, observation, open_row
 from htsrl.storage.snapshots import Snapshot, fingerprint
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -103,7 +104,7 @@ def run_executor(ports: ExecutorPorts) -> None:
             mark("check")
             check_observations(storage, replicas)
             for replica in replicas:
-                replica.obs = storage.obs[T, replica.column].copy()
+                replica.obs = observation(storage, T, replica.column)
             control.finished[ports.index] = interval + 1
             ports.barrier.post(ports.index)
 
@@ -115,7 +116,7 @@ def open_rows(storage: Any, t: int, replicas: list[Replica]) -> None:
     for flags in (storage.terminated, storage.truncated, storage.episode_length):
         flags[t:, own] = 0
     for replica in replicas:
-        storage.obs[t, replica.column] = replica.obs
+        open_row(storage, t, replica.column, replica.obs)
 
 
 def request(groups: list[int], actor_of: list[int], ports: ExecutorPorts) -> None:
@@ -250,7 +251,7 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
     spec = replicas[0].spec
     first = replicas[0].column
     actions = to_env(storage.action[t, first : first + len(replicas)])
-    next_obs = storage.obs[t + 1]
+    next_obs = next_row(storage, t, slice(first, first + len(replicas)))
     rewards = storage.reward[t]
     shape, dtype = spec.observation_shape, spec.observation_dtype
     ndarray, storable, unmasked = np.ndarray, checks.storable(dtype), not spec.parts or spec.mask is None
@@ -303,8 +304,9 @@ def step_group(storage: Any, t: int, replicas: list[Replica], to_env: Callable[[
 def begin_next(storage: Any, t: int, replica: Replica) -> np.ndarray:
     """Begin the next episode of ``replica`` within step t; returns its first observation, that of row t+1.
 
-    A recurrent policy remembers nothing there.
+    A recurrent policy remembers nothing there, nor does a stack of frames.
     """
+    begin_row(storage, t + 1, replica.column)
     if hasattr(storage, "state"):
         storage.state[t + 1, replica.column] = 0.0
     return replica.go_on()
@@ -336,10 +338,11 @@ def action_converter(action: ActionSpec, squashed: bool) -> Callable[[np.ndarray
 
 def check_observations(storage: Any, replicas: list[Replica]) -> None:
     """Refuse NaN and infinity before anything is learned from them; once per interval, over its T+1 rows."""
-    obs = storage.obs
-    vectors = [part for part in replicas[0].spec.parts if part.kind == "vector"]
-    if obs.dtype.kind != "f" and not vectors:
+    spec = replicas[0].spec
+    vectors = [part for part in spec.parts if part.kind == "vector"]
+    if spec.observation_dtype.kind != "f" and not vectors:
         return
+    obs = storage.obs
     for replica in replicas:
         own = obs[:, replica.column]
         numbers = [own[:, part.bytes].view(part.dtype) for part in vectors] or [own.reshape(len(obs), -1)]

@@ -30,6 +30,7 @@ from htsrl import envs, rng
 from htsrl.actors.inference import InferenceBatch
 from htsrl.errors import ConfigError
 from htsrl.storage.digest import trajectory_digest
+from htsrl.storage.observations import observations
 
 SHORT_INTERVAL = 32
 
@@ -116,7 +117,7 @@ def inference(bench: Bench, spread: list[int], seconds: float) -> dict[str, list
     """CPU-seconds per batch for each number of waiting rows in ``spread``, three ways."""
     exact = InferenceBatch(bench.model, bench.spec, list(range(1, bench.N + 1)), bench.learner.device)
     for batch in (bench.batch, exact):
-        batch.obs[:] = bench.storage.obs[0, : len(batch.obs)]
+        batch.obs[:] = observations(bench.storage, np.arange(len(batch.obs)))
     (one_row,) = cpu_seconds([lambda: exact.answer(1)], seconds / 10)
     batches: dict[str, list[float]] = {"rows": [], "contract": [], "without": [], "one_row": []}
     for rows in spread:

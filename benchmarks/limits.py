@@ -16,6 +16,7 @@ import torch
 from workloads import Workload, workload
 
 from htsrl import determinism, envs
+from htsrl.actors.actor import FlatRows
 from htsrl.actors.executor import action_converter
 from htsrl.actors.inference import InferenceBatch, invariant_buckets, rows_at_once
 from htsrl.config import AnyConfig
@@ -25,6 +26,7 @@ from htsrl.models import FlatParameters, build_model
 from htsrl.resolve import resolve
 from htsrl.rng import episode_seed
 from htsrl.storage.fields import rollout_fields
+from htsrl.storage.observations import begin_row, next_row, observation, open_row
 
 # ------------------------------------------------------------------------------------------------- model of the barrier
 
@@ -111,8 +113,7 @@ class Bench:
         # Where they stand: intervals follow each other as in a run, not always from the first steps of an episode
         self.rng = np.random.default_rng(0)
         self.lengths, self.episodes = [0] * self.N, itertools.count()
-        for n, env in enumerate(self.replicas):
-            self.storage.obs[self.T, n] = env.reset(seed=episode_seed(0, n, next(self.episodes)))
+        self.obs = [env.reset(seed=episode_seed(0, n, next(self.episodes))) for n, env in enumerate(self.replicas)]
 
     def fill(self) -> int:
         """Play the next interval with random actions into the storage; returns its steps."""
@@ -125,8 +126,10 @@ class Bench:
                 (..., 0) if spec.action.kind == "discrete" else ...
             ]
         limit = spec.max_episode_steps or sys.maxsize
-        storage.obs[0] = storage.obs[self.T]
+        for n, obs in enumerate(self.obs):
+            open_row(storage, 0, n, obs)
         for t in range(self.T):
+            next_obs = next_row(storage, t, slice(0, self.N))
             for n, action in enumerate(to_env(storage.action[t])):
                 obs, reward, terminated, truncated, _ = self.replicas[n].step(action)
                 storage.reward[t, n] = reward
@@ -134,18 +137,21 @@ class Bench:
                 lengths[n] += 1
                 if terminated or truncated or lengths[n] >= limit:
                     obs = self.replicas[n].reset(seed=episode_seed(0, n, next(self.episodes)))
+                    begin_row(storage, t + 1, n)
                     lengths[n] = 0
-                storage.obs[t + 1, n] = obs
+                next_obs[n] = obs
+        self.obs = [observation(storage, self.T, n) for n in range(self.N)]
         return self.T * self.N
 
     def infer(self) -> int:
         """Answer the storage's first rows, one batch for all replicas; returns the steps that stand for."""
         rows = min(self.T, 8)
+        storage = FlatRows(self.storage)
         for t in range(rows):
             for start in range(0, self.N, self.batch.largest):
                 part = slice(start, min(start + self.batch.largest, self.N))
                 size = part.stop - part.start
-                self.batch.obs[:size] = self.storage.obs[t, part]
+                storage.take_observations(np.arange(part.start, part.stop) + t * self.N, self.batch.obs[:size])
                 self.batch.noise[:size] = self.storage.noise[t, part]
                 answer = self.batch.answer(size)
                 self.storage.log_prob[t, part], self.storage.value[t, part] = answer.log_prob, answer.value

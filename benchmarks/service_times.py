@@ -45,6 +45,7 @@ from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.fields import control_fields, rollout_fields
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.observations import is_stacked, stack_of
 from htsrl.storage.snapshots import SnapshotFile
 
 SLICES = 200
@@ -228,7 +229,7 @@ def actor_alone(config: AnyConfig, executors: int, seconds: float) -> tuple[list
         opened.callback(arena.close)
         control, storage = arena.views("control"), arena.views("even")
         control.layout[:] = layout.numbers
-        storage.obs[:] = random_observations(storage.obs)
+        random_observations(storage)
         to_actor, to_executors = mailbox(), [mailbox() for _ in range(executors)]
 
         def ports(lines: Lines) -> ActorPorts:
@@ -284,12 +285,17 @@ def listen(inbox: Inbox, told: queue.SimpleQueue[int]) -> None:
                 told.put(number)
 
 
-def random_observations(obs: np.ndarray) -> np.ndarray:
-    """Random values of the shape and dtype of ``obs``."""
+def random_observations(storage: Any) -> None:
+    """Fill ``storage`` with observations of random values; stacked ones are all within an episode."""
     rng = np.random.default_rng(0)
-    if obs.dtype == np.uint8:
-        return rng.integers(0, 256, obs.shape, np.uint8)
-    return rng.standard_normal(obs.shape, np.float32)
+    stacked = is_stacked(storage)
+    seen = storage.frames if stacked else storage.obs
+    if seen.dtype == np.uint8:
+        seen[:] = rng.integers(0, 256, seen.shape, np.uint8)
+    else:
+        seen[:] = rng.standard_normal(seen.shape, np.float32)
+    if stacked:
+        storage.past[:] = stack_of(storage) - 1
 
 
 # ----------------------------------------------------------------------------------------------------------- the parts
@@ -422,7 +428,7 @@ class LearnerAlone:
     def _storage(self, spec: EnvSpec, length: int) -> SimpleNamespace:
         fields = rollout_fields(spec, length, self.N, self.model.head.noise_size, self.model.state_size)
         storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
-        storage.obs[:] = random_observations(storage.obs)
+        random_observations(storage)
         random_actions(storage.action, spec.action)
         storage.reward[:] = np.random.default_rng(0).standard_normal(storage.reward.shape)
         storage.valid[:] = True

@@ -38,6 +38,7 @@ from htsrl.errors import EnvironmentFailed, RunFailed
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
 from htsrl.storage.layout import Layout
 from htsrl.storage.memory import Arena
+from htsrl.storage.observations import observation
 from htsrl.storage.snapshots import SnapshotFile
 from htsrl.storage.trace import lane_mark
 
@@ -482,7 +483,7 @@ class Crew:
             for n in self._layout.groups[g]:
                 standing[n] = self._logs.as_of(storage, n, row)
                 if standing[n].last_obs is None and self._control.posted[g] > self._logs.interval * T:
-                    standing[n] = replace(standing[n], last_obs=storage.obs[0, n].copy())
+                    standing[n] = replace(standing[n], last_obs=observation(storage, 0, n))
         return standing
 
     def _remind(self, child: Child) -> None:

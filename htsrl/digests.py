@@ -15,6 +15,7 @@ from htsrl.errors import ConfigError
 from htsrl.logfiles import read_json_lines
 from htsrl.rundir import DIGESTS
 from htsrl.storage.digest import losses_digest, parameters_digest
+from htsrl.storage.observations import observations
 
 DIGESTED = ("trajectory", "parameters", "losses")
 """What a record of ``digests.jsonl`` has a digest of."""
@@ -78,14 +79,19 @@ def interval_digests(
 def row_checksums(storage: Any) -> RowChecksums:
     """CRC-32 of every row of every field of a full storage: costs milliseconds, and four bytes per row and field."""
     T, N = storage.reward.shape
-    checksums = {}
-    for name in ROW_FIELDS:
+    checksums = {"obs": np.empty((T + 1, N), np.uint32)}
+    for t in range(T + 1):
+        checksums["obs"][t] = crc32_of_rows(observations(storage, np.arange(t * N, (t + 1) * N)))
+    for name in ROW_FIELDS[1:]:
         array = getattr(storage, name)
-        rows = np.ascontiguousarray(array).reshape(len(array) * N, -1).view(np.uint8)
-        found = np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32, len(rows))
-        checksums[name] = found.reshape(len(array), N)
-    assert checksums["obs"].shape == (T + 1, N), checksums["obs"].shape
+        checksums[name] = crc32_of_rows(array.reshape(T * N, -1)).reshape(T, N)
     return checksums
+
+
+def crc32_of_rows(rows: np.ndarray) -> np.ndarray:
+    """[R] uint32 of ``rows`` [R, ...]."""
+    data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    return np.fromiter((zlib.crc32(row.data) for row in data), np.uint32, len(data))
 
 
 def first_difference(one: Trail, other: Trail) -> Place | None:

@@ -76,7 +76,7 @@ class ACKTR:
 
             # The gradient, and in the same passes what the Fisher matrix is estimated from.
             mark("gradient", 0, 0)
-            noise = self._noise(rng, len(batch.obs))
+            noise = self._noise(rng, len(batch.action))
             with kfac.recording(self.blocks) as tapes:
                 of_parts = [partial(self._loss, tape, noise) for tape in tapes]
                 terms = accumulate_gradient(self.model, self.parameters, batch, everything, of_parts)

@@ -87,7 +87,7 @@ class IMPALA:
 
     def _pieces(self, rollout: Rollout, chosen: np.ndarray) -> list[np.ndarray]:
         """The columns ``chosen`` [C], as many at once as a forward and backward pass may take; at least one."""
-        size = max(1, piece_rows(self.model.row_bytes, rollout.obs.device) // len(rollout.obs))
+        size = max(1, piece_rows(self.model.row_bytes, rollout.obs.device) // len(rollout.value))
         return np.array_split(chosen, -(-len(chosen) // size))
 
     def _loss(
@@ -108,7 +108,7 @@ class IMPALA:
 
         # One forward pass over obs[0] to obs[T]; the last row's policy is not asked for
         sequences = None if rollout.memory is None else rollout.memory.sequences(chosen, T + 1)
-        params, value = self.model(rollout.obs.index_select(1, take).flatten(0, 1), sequences)
+        params, value = self.model(rollout.obs_rows.index_select(0, rows_of(chosen, T + 1, rollout)), sequences)
         log_prob, entropy = self.model.head.log_prob_entropy(params[: T * C], action)
         log_ratio = losses.log_ratio(log_prob.detach(), behaviour_log_prob)
 
@@ -152,10 +152,15 @@ def explained_variance(learned: list[Host]) -> float:
 
 def named(rollout: Rollout, chosen: np.ndarray) -> dict[str, torch.Tensor]:
     """The rows [M, ...] of the columns ``chosen`` [C] by name; ``index`` is t * N + n of each."""
-    T, N = rollout.reward.shape
-    index = torch.from_numpy((np.arange(T)[:, None] * N + chosen).ravel())
-    columns = {
-        each.name: getattr(rollout, each.name)[:T].flatten(0, 1) for each in fields(rollout) if each.name != "memory"
-    }
-    rows = {"index": index, **{name: column[index.to(column.device)] for name, column in columns.items()}}
+    T = len(rollout.reward)
+    index = rows_of(chosen, T, rollout)
+    columns = {each.name: getattr(rollout, each.name) for each in fields(rollout) if each.name not in ("obs", "memory")}
+    rows = {name: column[:T].flatten(0, 1)[index] for name, column in columns.items()}
+    rows |= {"index": index, "obs": rollout.obs_rows.index_select(0, index)}
     return rows if rollout.memory is None else rows | rollout.memory.sequences(chosen, T).named()
+
+
+def rows_of(chosen: np.ndarray, steps: int, rollout: Rollout) -> torch.Tensor:
+    """t * N + n of the first ``steps`` rows of the columns ``chosen`` [C], in (step, column) order: [steps * C]."""
+    index = np.arange(steps)[:, None] * rollout.reward.shape[1] + chosen
+    return torch.from_numpy(index.ravel()).to(rollout.obs.device)

@@ -17,10 +17,12 @@ from htsrl.learner.allocator import keep_freed_memory
 from htsrl.learner.delayed import delayed_update, update_at_newest
 from htsrl.learner.moments import Moments
 from htsrl.learner.rollout import Memory, Rollout
+from htsrl.learner.stacks import Stacks
 from htsrl.models import build_model
 from htsrl.models.flat import FlatParameters
 from htsrl.rng import Stream, generator
 from htsrl.storage.episodes import begins_after
+from htsrl.storage.observations import is_stacked
 from htsrl.storage.trace import mark
 
 
@@ -176,15 +178,19 @@ class Learner:
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-        obs, memory = tensor(storage.obs), None
+        obs = Stacks(storage, self.device) if is_stacked(storage) else tensor(storage.obs)
+        T, N = storage.reward.shape
+        memory = None
         last_state: tuple[torch.Tensor, ...] = ()
         if self.model.state_size:
-            begins = np.zeros((len(obs), self.num_envs), np.bool_)
+            begins = np.zeros((T + 1, N), np.bool_)
             begins[1:] = begins_after(storage, np.s_[:])
             memory = Memory(tensor(storage.state[0]), begins)
             last_state = (tensor(storage.state[-1]),)
+        last_rows = tensor(np.arange(T * N, (T + 1) * N))
+        last_obs = obs.index_select(0, last_rows) if isinstance(obs, Stacks) else obs[-1]
         with torch.inference_mode():
-            _, bootstrap, *_ = self.model.step(obs[-1], *last_state)
+            _, bootstrap, *_ = self.model.step(last_obs, *last_state)
         return Rollout(
             obs=obs,
             action=tensor(storage.action),

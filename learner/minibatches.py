@@ -10,6 +10,7 @@ import torch
 
 from htsrl.learner import returns
 from htsrl.learner.rollout import Memory, Rollout
+from htsrl.learner.stacks import Stacks
 from htsrl.models.recurrent import Sequences
 
 # No tensor of a forward and backward pass is larger than this. On the CPU glibc gives blocks beyond 32 MiB back to the
@@ -60,8 +61,8 @@ class Rows:
 class Batch:
     """All T*N rows of a rollout, flat, on the learner's device, with advantages and targets."""
 
-    obs: torch.Tensor
-    """[T*N, *obs] in the environment's dtype: a view of the storage."""
+    obs: torch.Tensor | Stacks
+    """[(T+1)*N, *obs] in the environment's dtype: a view of the storage, of which a batch uses the first T*N rows."""
     action: torch.Tensor
     log_prob: torch.Tensor
     value: torch.Tensor
@@ -139,7 +140,7 @@ def make_batch(rollout: Rollout, gamma: float, gae_lambda: float) -> Batch:
         explained_variance = returns.explained_variance(value_target, value[:-1], valid)
     device = rollout.obs.device
     return Batch(
-        obs=rollout.obs[:-1].flatten(0, 1),
+        obs=rollout.obs_rows,
         action=rollout.action.flatten(0, 1),
         log_prob=rollout.log_prob.flatten(),
         value=rollout.value[:-1].flatten(),

@@ -111,7 +111,8 @@ class PPO:
         size = piece_rows(self.model.row_bytes, batch.obs.device)
         with torch.no_grad():
             if batch.memory is None:
-                return torch.cat([self.model(obs)[0] for obs in batch.obs.split(size)])
+                rows = torch.arange(len(batch.action), device=batch.obs.device).split(size)
+                return torch.cat([self.model(batch.obs.index_select(0, index))[0] for index in rows])
             (everything,) = batch.rows(*batch.dealt(1, len(batch.action))).minibatches()
             pieces = list(everything.pieces(size, length=batch.length))
             params = [self.model(batch.obs.index_select(0, each.index), batch.sequences(each))[0] for each in pieces]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from htsrl.learner.stacks import Stacks
 from htsrl.models.recurrent import Sequences
 
 
@@ -35,8 +36,8 @@ class Rollout:
     action, reward and flags mean nothing, but ``value[t+1]`` is the value of that last observation.
     """
 
-    obs: torch.Tensor
-    """[T+1, N, *obs] in the environment's dtype."""
+    obs: torch.Tensor | Stacks
+    """[T+1, N, *obs] in the environment's dtype; where they are put together from frames, flat: [(T+1)*N, *obs]."""
     action: torch.Tensor
     """[T, N] int64, [T, N, A] int64 or [T, N, A] float32."""
     log_prob: torch.Tensor
@@ -53,3 +54,8 @@ class Rollout:
     """[T, N] float32, 0 where the row is not a transition."""
     memory: Memory | None = None
     """Only of a recurrent policy."""
+
+    @property
+    def obs_rows(self) -> torch.Tensor | Stacks:
+        """[(T+1)*N, *obs]: row t * N + n, to be had with ``index_select(0, index)``."""
+        return self.obs if isinstance(self.obs, Stacks) else self.obs.flatten(0, 1)

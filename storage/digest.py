@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-TRAJECTORY_FIELDS = ("obs", "action", "reward", "terminated", "truncated", "valid")
+from htsrl.storage.observations import is_stacked
+
+TRAJECTORY_FIELDS = ("action", "reward", "terminated", "truncated", "valid")
+"""What is digested beside observations."""
 
 
 def trajectory_digest(previous: bytes, storage: Any) -> bytes:
@@ -17,12 +20,16 @@ def trajectory_digest(previous: bytes, storage: Any) -> bytes:
 
     Covers, in (interval, replica, step) order, rows 0 to T-1 of observations, actions, rewards and end flags. A chain
     of digests, so that its state is 32 bytes which a checkpoint can hold.
+
+    Stacked observations are digested as they are stored: each frame once, and which of them a row's is made of. Where
+    two observations differ, so do these, at a quarter of the bytes.
     """
     digest = hashlib.sha256(previous)
-    T, N = storage.reward.shape
-    for n in range(N):
-        for name in TRAJECTORY_FIELDS:
-            digest.update(np.ascontiguousarray(getattr(storage, name)[:T, n]).data)
+    seen = ("frames", "past") if is_stacked(storage) else ("obs",)
+    arrays = [getattr(storage, name)[:-1] for name in seen] + [getattr(storage, name) for name in TRAJECTORY_FIELDS]
+    for n in range(storage.reward.shape[1]):
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array[:, n]).data)
     return digest.digest()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from htsrl.storage.observations import observation
 from htsrl.storage.snapshots import Snapshot
 
 
@@ -72,7 +73,7 @@ def continued(log: EpisodeLog, storage: Any, n: int, row: int) -> EpisodeLog:
         episode=log.episode + len(beginnings),
         pieces=pieces,
         reset_pending=bool(storage.truncated[row - 1, n]),
-        last_obs=storage.obs[row, n].copy(),
+        last_obs=observation(storage, row, n),
     )
 
 

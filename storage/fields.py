@@ -7,7 +7,8 @@ everything else while all others wait at the barrier.
 Row t of a rollout: ``obs[t]`` led to ``action[t]`` led to ``reward[t]``, the end flags ``[t]`` and ``obs[t+1]``. On
 termination ``obs[t+1]`` is the next episode's first observation. On truncation ``obs[t+1]`` is the episode's last
 observation and row t+1 is not a transition: its action is ignored, the environment resets, ``obs[t+2]`` is the next
-episode's first observation. There is no cursor: t and the column are the only index.
+episode's first observation. There is no cursor: t and the column are the only index. Of observations that are stacks
+of frames, each frame is stored once: `htsrl.storage.observations` writes and reads ``obs[t]`` all the same.
 """
 
 from __future__ import annotations
@@ -45,8 +46,16 @@ def rollout_fields(spec: EnvSpec, T: int, N: int, noise_size: int, state_size: i
     def field(name: str, shape: tuple[int, ...], dtype: type | np.dtype, writer: Role, *readers: Role) -> Field:
         return Field(name, shape, np.dtype(dtype), writer, readers)
 
+    observers: tuple[Role, ...] = ("executor", "actor", "run", "learner")
+    if spec.stack == 1:
+        seen = [field("obs", (T + 1, N, *spec.observation_shape), spec.observation_dtype, *observers)]
+    else:
+        seen = [
+            field("frames", (spec.stack + T, N, *spec.frame_shape), spec.observation_dtype, *observers),
+            field("past", (T + 1, N), np.int32, *observers),
+        ]
     fields = [
-        field("obs", (T + 1, N, *spec.observation_shape), spec.observation_dtype, "executor", "actor", "learner"),
+        *seen,
         field("noise", (T, N, noise_size), np.float32, "run", "actor"),
         field("action", (T, N, *spec.action.stored_shape), spec.action.stored_dtype, "actor", "executor", "learner"),
         field("log_prob", (T, N), np.float32, "actor", "learner"),

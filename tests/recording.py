@@ -19,12 +19,20 @@ from htsrl.resolve import resolve
 from htsrl.run import Result, Run
 from htsrl.rundir import CONFIG, create_run_dir
 from htsrl.settings import configure
+from htsrl.storage.observations import observations
 from htsrl.tomlfile import save_config
 
 FIELDS = (
-    "obs", "noise", "action", "log_prob", "value", "reward", "terminated", "truncated", "valid",
+    "noise", "action", "log_prob", "value", "reward", "terminated", "truncated", "valid",
     "episode_return", "episode_length", "behaviour_version",
 )  # fmt: skip
+
+
+def all_observations(storage: Any) -> np.ndarray:
+    """All observations of a storage [T+1, N, *obs], whether it holds them whole or as frames."""
+    T, N = storage.reward.shape
+    obs = observations(storage, np.arange((T + 1) * N))
+    return obs.reshape(T + 1, N, *obs.shape[1:])
 
 
 @dataclass
@@ -56,7 +64,8 @@ class RecordingRun(Run):
 
     def consume(self, j: int, record: dict[str, float]) -> None:
         storage = self.storages[j % 2]
-        self.intervals.append({name: getattr(storage, name).copy() for name in FIELDS})
+        fields = {name: getattr(storage, name).copy() for name in FIELDS}
+        self.intervals.append({"obs": all_observations(storage), **fields})
         super().consume(j, record)
 
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_children")
 LIGHT = {"num_envs": 6, "sync_interval": 8, "total_steps": 6 * 8 * 4, "minibatches": 4, "epochs": 1}
 HEAVY = {"num_envs": 3, "sync_interval": 8, "total_steps": 3 * 8 * 3, "minibatches": 2, "epochs": 1}
 GAMES = [
+    "synthetic:football",
     pytest.param("atari:Pong", marks=pytest.mark.atari),
     pytest.param("gfootball:academy_empty_goal_close", marks=pytest.mark.football),
 ]
@@ -43,7 +44,8 @@ def config_of(env="CartPole-v1", layout="2x1x1", **changes):
 def need(env):
     packages = {"atari": "ale_py", "football": "gfootball"}
     family = envs.family_of(env)
-    pytest.importorskip(packages[family], reason=f"needs the extra {family}")
+    if family in packages:
+        pytest.importorskip(packages[family], reason=f"needs the extra {family}")
 
 
 @pytest.fixture(scope="module")

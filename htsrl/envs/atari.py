@@ -181,6 +181,7 @@ def describe(env: str, options: AtariOptions) -> EnvSpec:
         max_episode_steps=options.max_episode_steps,
         has_raw_reward=True,
         has_life_loss=options.terminal_on_life_loss,
+        stack=options.frame_stack,
         versions={"ale-py": ale_py.__version__, "opencv": cv2.__version__},
     )
 

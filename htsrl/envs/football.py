@@ -142,6 +142,7 @@ def describe(env: str, options: FootballOptions) -> EnvSpec:
         action=ActionSpec("discrete", nvec=(len(get_action_set(config)),)),
         max_episode_steps=options.max_episode_steps,
         has_score=True,
+        stack=stack if image else 1,
         versions={"gfootball": importlib.metadata.version("gfootball")},
     )
 

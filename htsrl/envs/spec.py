@@ -85,6 +85,12 @@ class EnvSpec:
     """True where ``info['life_lost']`` marks steps that the learner sees as terminations while the game goes on."""
     has_score: bool = False
     """True where ``info['score']`` accompanies every step: the episode's so far (football: goals for minus against)."""
+    stack: int = 1
+    """Frames that an observation [H, W, S * C] uint8 holds side by side in every pixel, oldest first.
+
+    Where there are several, the first observation of an episode holds the same one S times, and every other one all but
+    the oldest of the one before: so each is stored once (`htsrl.storage.observations`). Of 1, 2, 4 or 8 bytes C.
+    """
     sleeps: bool = False
     """True where a step waits instead of computing, so that many executors fit on one core."""
     versions: dict[str, str] = field(default_factory=dict, hash=False)
@@ -93,6 +99,12 @@ class EnvSpec:
     """Of packed observations."""
     mask_in_info: bool = False
     """True where the mask among ``parts`` comes from ``info['action_mask']``, not from the observation."""
+
+    @property
+    def frame_shape(self) -> tuple[int, ...]:
+        """Shape of each of the frames that make an observation."""
+        *image, channels = self.observation_shape
+        return (*image, channels // self.stack)
 
     @property
     def has_images(self) -> bool:

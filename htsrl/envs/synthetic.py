@@ -250,6 +250,7 @@ def describe(env: str, options: SyntheticOptions) -> EnvSpec:
         action=ActionSpec("discrete", nvec=(19 if image else options.num_actions,)),
         max_episode_steps=options.max_episode_steps,
         has_score=image,
+        stack=4 if image else 1,
         sleeps=name == "sleep" and bool(options.step_ms),
     )
 
