@@ -14,7 +14,7 @@ from fault_points import Fault, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import record
-from test_recovery import disturb, result_of, rows, running
+from test_recovery import disturbed, result_of, rows, running
 from test_resume import bits, interrupted, no_changes, resume_until
 from test_runtime import assert_same_bits, digests
 from test_snapshots import N as LONG
@@ -290,11 +290,10 @@ def expected(tmp_path_factory, quick_children):
 
 
 def test_kills_while_it_searches_change_no_bit(tmp_path, restless, expected):
+    moments = [rows(k / 10) for k in range(1, 10)]
     with running(tmp_path / "tuned", **COUNTING, **AUTO) as run:
-        sent, done, thread = disturb(run, [rows(k / 10) for k in range(1, 10)], signal.SIGKILL)
-        result = result_of(run)
-        done.set()
-        thread.join()
+        with disturbed(run, moments, signal.SIGKILL) as sent:
+            result = result_of(run)
         assert len(sent) >= 3
         assert run.result.values["reproducible"]
         assert run.result.values["layout"]["tried"] >= 4
@@ -317,7 +316,7 @@ def test_a_change_of_the_layout_survives(tmp_path, restless, expected, monkeypat
     (tmp_path / "strikes").mkdir()
     with (
         scripted(tmp_path / "strikes", fault),
-        running(tmp_path / "run", step_timeout=1.5, **COUNTING, **AUTO | {"envs_per_group": 2}) as run,
+        running(tmp_path / "run", step_timeout=3.0, **COUNTING, **AUTO | {"envs_per_group": 2}) as run,
     ):
         assert result_of(run) == expected
         assert run.result.values["recovered"] in replaced
