@@ -31,6 +31,7 @@ from throughput import measure, ours
 from workloads import flags, workload
 
 from htsrl.errors import ConfigError, RunFailed
+from htsrl.limits import MOST_PROCESSES
 
 INTERVALS = (1, 4, 16, 64, 128, 512)
 ACTORS = (1, 2, 4, 8, 16)
@@ -123,7 +124,7 @@ def over_replicas(seconds: float, rounds: int) -> dict[str, list[Point]]:
         for N in REPLICAS:
             settings: dict[str, Any] = {"num_envs": N}
             if name != "cartpole":
-                settings["num_executors"] = N
+                settings["num_executors"] = N if N <= MOST_PROCESSES else N // 2  # two that share one sleep in turn
             lines[name].append({"replicas": N, **speed(name, "hts", settings, seconds, rounds)})
     return lines
 
