@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from htsrl.actors.async_actor import run_async_actor
 from htsrl.actors.async_executor import run_async_executor
-from htsrl.config import AnyConfig
 from htsrl.crew import Crew
-from htsrl.envs.spec import EnvSpec
-from htsrl.storage.episodes import EpisodeLog, EpisodeLogs, continued
-from htsrl.storage.layout import Layout
-from htsrl.storage.memory import Arena
+from htsrl.storage.episodes import EpisodeLog, continued
 from htsrl.storage.unrolls import Unroll, UnrollQueue, slots_of
 
 
@@ -23,20 +19,10 @@ class AsyncCrew(Crew):
     executor_body = staticmethod(run_async_executor)
     actor_body = staticmethod(run_async_actor)
 
-    def __init__(
-        self,
-        config: AnyConfig,
-        spec: EnvSpec,
-        layout: Layout,
-        arena: Arena,
-        logs: EpisodeLogs,
-        delay_ms: float = 0.0,
-        most_executors: int = 0,
-    ) -> None:
-        """As :class:`Crew`; ``logs`` are those before the first row that the learner has not taken."""
-        self._slots = slots_of(arena.views("unrolls"))
-        self.queue = UnrollQueue(layout, arena.views("control").stepped, config.runtime.sync_interval)
-        super().__init__(config, spec, layout, arena, logs, delay_ms, most_executors)
+    def _prepare(self) -> None:
+        """Unrolls wait in a queue; the logs are those before the first row that the learner has not taken."""
+        self._slots = slots_of(self._arena.views("unrolls"))
+        self.queue = UnrollQueue(self._layout, self._control.stepped, self._config.runtime.sync_interval)
 
     def take(self, columns: int) -> list[Unroll]:
         """Wait for ``columns`` columns of full unrolls, and take them in the order of their arrival."""

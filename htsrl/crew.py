@@ -151,6 +151,8 @@ class Crew:
         self._notes: set[str] = set()
         self._failed_at: Counter[Hashable] = Counter()
 
+        self._prepare()
+
         # All edges of the process graph
         self._to_executor = [mailbox() for _ in range(max(layout.num_executors, most_executors))]
         self._to_actor = [mailbox() for _ in range(layout.num_actors)]
@@ -283,6 +285,9 @@ class Crew:
             end.close()
 
     # ---------------------------------------------------------------------------------------------------- the children
+
+    def _prepare(self) -> None:
+        """Make what another kind of crew needs beside this one's, before any process begins."""
 
     def _start_missing(self) -> None:
         """Start what the layout has, where the logs stand; actors that are there stay."""
