@@ -19,6 +19,7 @@ from torch import nn
 from htsrl.envs.spec import EnvSpec
 from htsrl.errors import RunFailed
 from htsrl.models import ActorCritic, Head
+from htsrl.models.sparse import few_marks
 from htsrl.rng import Stream, generator, normal
 
 
@@ -61,7 +62,10 @@ class InferenceBatch:
         """[largest bucket, S]: what the rows before left; zeros for the first row of an episode."""
         self._inputs = {bucket: self._rows(bucket) for bucket in buckets}
         if device.type == "cpu" and not model.custom:
+            self.obs[:], self.noise[:], self.state[:] = probe_rows(spec, model.head, largest, model.state_size)
             self._sample = {bucket: self._traced(sampled, bucket) for bucket in buckets}
+            for rows in (self.obs, self.noise, self.state):
+                rows.fill(0)
 
     @property
     def largest(self) -> int:
@@ -221,6 +225,8 @@ def probe_rows(spec: EnvSpec, head: Head, count: int, state_size: int = 0) -> tu
     noise = normal(rng, (count, head.noise_size))
     if spec.parts:
         obs = random_rows(spec, rng, count)
+    elif spec.sparse:
+        obs = few_marks(rng, shape)
     elif spec.observation_dtype == np.uint8:
         obs = rng.integers(0, 256, shape, np.uint8)
     else:

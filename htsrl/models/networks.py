@@ -21,6 +21,7 @@ from htsrl.errors import ConfigError
 from htsrl.models.heads import DiagonalGaussian, Head, mask_logits
 from htsrl.models.normalize import Normalize
 from htsrl.models.recurrent import Core, Sequences
+from htsrl.models.sparse import SparseConv
 
 # Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
 # to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
@@ -160,21 +161,34 @@ def hidden_layers(inputs: int, options: NetworkOptions, rng: torch.Generator) ->
 
 def nature_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The network of Mnih et al. 2015, which the HTS-RL paper also uses for football's 72x96x16 minimap."""
-    trunk = nature_trunk(spec.observation_shape, spec.observation_dtype, spec.env_id, options, rng)
-    return on_trunk(*trunk, head, options, rng)
+    shape, dtype = spec.observation_shape, spec.observation_dtype
+    return on_trunk(*nature_trunk(shape, dtype, spec.env_id, options, rng, spec.sparse), head, options, rng)
 
 
 def nature_trunk(
-    shape: tuple[int, ...], dtype: np.dtype, env_id: str, options: NetworkOptions, rng: torch.Generator
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    env_id: str,
+    options: NetworkOptions,
+    rng: torch.Generator,
+    sparse: bool = False,
 ) -> tuple[nn.Module, int]:
-    """Its layers for images [H, W, C] of ``dtype``, and how many features they make."""
+    """Its layers for images [H, W, C] of ``dtype``, ``sparse`` ones or not, and how many features they make."""
     height, width, channels = shape
-    blocks = 4 if options.precision == "bf16" else 1
-    layers: list[nn.Module] = [ScaledImage(dtype, options, blocks)]
+    layers: list[nn.Module] = []
     for outputs, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        first = blocks > 1 and len(layers) == 1
-        layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv if first else nn.Conv2d))
-        layers.append(nn.ReLU(inplace=True))
+        if layers:
+            layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng))
+        elif sparse:
+            layers.append(sparse_conv(shape, outputs, kernel, stride, 0, HIDDEN_GAIN, options, rng))
+        elif options.precision == "bf16":
+            layers.append(ScaledImage(dtype, options, block=stride))
+            layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv))
+        else:
+            layers.append(ScaledImage(dtype, options))
+            layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng))
+        # The sparse one's output is a view, of which autograd copies whatever is written into it
+        layers.append(nn.ReLU(inplace=not isinstance(layers[-1], SparseConv)))
         height, width, channels = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if min(height, width) < 1:
         size = "x".join(map(str, shape))
@@ -188,18 +202,23 @@ def nature_trunk(
 
 def impala_cnn(spec: EnvSpec, head: Head, options: NetworkOptions, rng: torch.Generator) -> ActorCritic:
     """The deep residual network of Espeholt et al. 2018 (figure 3); its LSTM is a recurrent core."""
-    return on_trunk(*impala_trunk(spec.observation_shape, spec.observation_dtype, options, rng), head, options, rng)
+    shape, dtype = spec.observation_shape, spec.observation_dtype
+    return on_trunk(*impala_trunk(shape, dtype, options, rng, spec.sparse), head, options, rng)
 
 
 def impala_trunk(
-    shape: tuple[int, ...], dtype: np.dtype, options: NetworkOptions, rng: torch.Generator
+    shape: tuple[int, ...], dtype: np.dtype, options: NetworkOptions, rng: torch.Generator, sparse: bool = False
 ) -> tuple[nn.Module, int]:
-    """Its layers for images [H, W, C] of ``dtype``, and how many features they make."""
+    """Its layers for images [H, W, C] of ``dtype``, ``sparse`` ones or not, and how many features they make."""
     height, width, channels = shape
-    layers: list[nn.Module] = [ScaledImage(dtype, options)]
+    layers: list[nn.Module] = [] if sparse else [ScaledImage(dtype, options)]
     sections = (16, 32, 32)
     for outputs in sections:
-        layers += [conv(channels, outputs, 3, 1, 1, HIDDEN_GAIN, rng), nn.MaxPool2d(3, 2, 1)]
+        if layers:
+            layers.append(conv(channels, outputs, 3, 1, 1, HIDDEN_GAIN, rng))
+        else:
+            layers.append(sparse_conv(shape, outputs, 3, 1, 1, HIDDEN_GAIN, options, rng))
+        layers.append(nn.MaxPool2d(3, 2, 1))
         layers += [Residual(outputs, 2 * len(sections), rng) for _ in range(2)]
         height, width, channels = -(-height // 2), -(-width // 2), outputs
     layers += [nn.ReLU(), FlatImage(), linear(height * width * channels, 256, HIDDEN_GAIN, rng), nn.ReLU(inplace=True)]
@@ -226,7 +245,8 @@ def blank_observations(spec: EnvSpec) -> torch.Tensor:
 
 def widest_row(model: ActorCritic, obs: torch.Tensor) -> int:
     """Bytes per row of the widest output of any module of ``model`` for ``obs`` [B, *obs]."""
-    sizes = [obs[0].numel() * 4]
+    sparse = any(isinstance(module, SparseConv) for module in model.modules())
+    sizes = [obs[0].numel() * (1 if sparse else 4)]
 
     def note(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
@@ -344,6 +364,24 @@ def conv(
     """A square convolution with orthogonal weights and zero bias, channels_last."""
     layer = nn.utils.skip_init(kind, inputs, outputs, kernel, stride, padding)
     return _initialised(layer, gain, rng).to(memory_format=torch.channels_last)
+
+
+def sparse_conv(
+    shape: tuple[int, ...],
+    outputs: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    gain: float,
+    options: NetworkOptions,
+    rng: torch.Generator,
+) -> SparseConv:
+    """A square convolution of images [H, W, C] = ``shape`` of mostly zeros, with weights as of :func:`conv`."""
+    height, width, channels = shape
+    rounded = options.precision == "bf16"
+    layer = SparseConv(channels, outputs, kernel, stride, padding, (height, width), rounded)
+    _initialised(layer, gain, rng).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return layer
 
 
 def _initialised(layer: Layer, gain: float, rng: torch.Generator) -> Layer:
