@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gpus import gpus
 
 from htsrl.errors import ConfigError, HtsrlError
 from htsrl.rundir import plain, write_atomically
@@ -25,13 +26,15 @@ PACKAGES = ("htsrl", "torch", "numpy", "gymnasium", "ale-py", "gfootball", "mujo
 
 
 def machine() -> dict[str, Any]:
-    """Processor, the cores this process may use, and memory."""
+    """Processor, the cores this process may use, memory, and the GPUs, if there are any."""
+    found = gpus()
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        **({"gpus": found} if found else {}),
     }
 
 

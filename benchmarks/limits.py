@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +67,10 @@ def expected_maximum(shape: float, n: int, draws: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """CPU-seconds per environment step, each part alone in one thread."""
+    """Seconds per environment step, each part alone: CPU-seconds in one thread.
+
+    On a GPU, inference and learning by the clock, from the call until the GPU has done its work.
+    """
 
     environment: float
     """Stepping (and resetting) all replicas in turn, observations written into a storage."""
@@ -75,15 +78,20 @@ class Costs:
     """The actor's forward pass and sampling for all replicas in one batch."""
     learning: float
     """The learner's update on a full storage, all epochs."""
-
-    @property
-    def total(self) -> float:
-        return self.environment + self.inference + self.learning
+    device: str = "cpu"
+    """Where inference and learning are done."""
 
 
-def cpu_limit(costs: Costs, cores: int) -> float:
-    """Steps per second, were all cores always at work and nothing else to do."""
-    return cores / costs.total
+def steps_limit(costs: Costs, cores: int) -> float:
+    """Steps per second, were everything always at work and nothing else to do.
+
+    Cores do all of it, or step environments while a GPU beside them infers and learns: then the slower of the two
+    counts.
+    """
+    on_device = costs.inference + costs.learning
+    if costs.device == "cpu":
+        return cores / (costs.environment + on_device)
+    return min(cores / costs.environment, 1.0 / on_device)
 
 
 class Bench:
@@ -96,7 +104,7 @@ class Bench:
         self.config = resolve(config.model_copy(update={"runtime": runtime}), self.spec)
         self.T, self.N = runtime.sync_interval, runtime.num_envs
         determinism.enable()
-        device = torch.device(self.config.runtime.device)
+        self.device = device = torch.device(self.config.runtime.device)
         self.learner = Learner(self.config, self.spec, device)
         # As an actor has it
         self.model = build_model(self.spec, self.config.network, self.config.seed).to(device)
@@ -170,13 +178,19 @@ class Bench:
 
     def costs(self, seconds: float) -> Costs:
         """Measure each part for about ``seconds`` of wall-clock time."""
+        clock = time.process_time if self.device.type == "cpu" else self.device_clock
         try:
-            environment = cpu_per_step(self.fill, seconds)
-            inference = cpu_per_step(self.infer, seconds)
-            learning = cpu_per_step(self.learn, seconds)
+            environment = seconds_per_step(self.fill, seconds, time.process_time)
+            inference = seconds_per_step(self.infer, seconds, clock)
+            learning = seconds_per_step(self.learn, seconds, clock)
         finally:
             self.close()
-        return Costs(environment, inference, learning)
+        return Costs(environment, inference, learning, str(self.device))
+
+    def device_clock(self) -> float:
+        """The time when the GPU has done all that it was asked for."""
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def close(self) -> None:
         """Close the environments."""
@@ -184,18 +198,21 @@ class Bench:
             env.close()
 
 
-def cpu_per_step(part: Any, seconds: float) -> float:
-    """CPU-seconds per step of ``part()``, which returns its steps; the first call warms up unless it fills the time."""
+def seconds_per_step(part: Callable[[], int], seconds: float, clock: Callable[[], float]) -> float:
+    """Time per step of ``part()``, which returns its steps, by ``clock``; about ``seconds`` of measuring.
+
+    The first call warms up unless it fills the time.
+    """
     end = time.perf_counter() + seconds
-    before = time.process_time()
+    before = clock()
     steps = part()
-    first = (time.process_time() - before) / steps
+    first = (clock() - before) / steps
     if time.perf_counter() >= end:
         return first
-    before, steps = time.process_time(), 0
+    before, steps = clock(), 0
     while steps == 0 or time.perf_counter() < end:
         steps += part()
-    return (time.process_time() - before) / steps
+    return (clock() - before) / steps
 
 
 def main() -> None:

@@ -26,14 +26,14 @@ from typing import Any
 import peers
 import psutil
 from facts import chosen, circumstances, number, run_main, save_json, table
-from limits import BarrierModel, Costs, barrier_model, cpu_limit
+from limits import BarrierModel, Costs, barrier_model, steps_limit
 from tree import Tree
 from workloads import NAMES, Workload, flags, workload
 
 from htsrl import envs
 from htsrl.config import AnyConfig
 from htsrl.errors import ConfigError, RunFailed
-from htsrl.resolve import available_cores
+from htsrl.resolve import available_cores, resolve_device
 
 SCHEDULES = ("hts", "sync", "async")
 ROLLOUT = "rollout"
@@ -95,7 +95,9 @@ def main() -> int:
             peers.refuse_unfit(peer, name)
         configs = [each.config(**extra, schedule=s) for s in SCHEDULES if s in schedules] or [each.config(**extra)]
         config = configs[0]
-        envs.describe(config.env, config.environment)  # refused before anything is measured
+        # Refused before anything is measured
+        envs.describe(config.env, config.environment)
+        resolve_device(config.runtime.device)
         plan.append((each, config, [*ours(each, schedules, extra), *others(each, pythons)]))
         if not plan[-1][2]:
             raise ConfigError("name a schedule or a peer to measure")
@@ -312,7 +314,7 @@ def machine_cpu_seconds() -> float:
 
 
 def costs_alone(each: Workload, seconds: float, extra: Mapping[str, Any]) -> Costs:
-    """Each part's CPU-seconds per step, measured in a process of its own."""
+    """What each part costs per step, measured in a process of its own."""
     script = Path(__file__).with_name("limits.py")
     command = [sys.executable, str(script), each.name, str(seconds), json.dumps(extra)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -323,14 +325,21 @@ def costs_alone(each: Workload, seconds: float, extra: Mapping[str, Any]) -> Cos
 
 def limit_of(each: Workload, config: AnyConfig, costs: list[Costs]) -> dict[str, Any]:
     """The limit in steps per second, what it is made of, and which of the two kinds it is."""
-    cores = available_cores()
-    parts = {key: median([asdict(cost)[key] for cost in costs]) for key in asdict(costs[0])}
-    by_cores = cpu_limit(Costs(**parts), cores)
-    limit: dict[str, Any] = {"cpu_seconds_per_1000_steps": {key: 1000 * value for key, value in parts.items()}}
-    limit["rollout_steps_per_second"] = cpu_limit(Costs(**parts | {"learning": 0.0}), cores)
+    cores, device = available_cores(), costs[0].device
+    names = ("environment", "inference", "learning")
+    parts = {name: median([getattr(cost, name) for cost in costs]) for name in names}
+    by_cores = steps_limit(Costs(**parts, device=device), cores)
+    thousand = {name: 1000 * value for name, value in parts.items()}
+    if device == "cpu":
+        limit: dict[str, Any] = {"cpu_seconds_per_1000_steps": thousand}
+    else:
+        limit = {"cpu_seconds_per_1000_steps": {"environment": thousand.pop("environment")}}
+        limit["gpu_seconds_per_1000_steps"] = thousand
+    limit["rollout_steps_per_second"] = steps_limit(Costs(**parts | {"learning": 0.0}, device=device), cores)
     limit["cores"] = cores
     if each.sleep is None:
-        return {"kind": "cores", "steps_per_second": by_cores, **limit}
+        kind = "cores" if device == "cpu" else "cores or GPU"
+        return {"kind": kind, "steps_per_second": by_cores, **limit}
     model: BarrierModel = barrier_model(
         each.sleep.mean_s, each.sleep.shape, config.runtime.num_envs, config.runtime.sync_interval
     )
@@ -382,11 +391,16 @@ def report(result: dict[str, Any], schedules: list[str]) -> list[str]:
 
 def limit_lines(limit: dict[str, Any]) -> list[str]:
     """What the limit is made of."""
-    parts = limit["cpu_seconds_per_1000_steps"]
-    costs = ", ".join(f"{name} {number(value)}" for name, value in parts.items())
+
+    def costs(parts: dict[str, float]) -> str:
+        return ", ".join(f"{name} {number(value)}" for name, value in parts.items())
+
     by_cores = limit.get("by_cores", limit["steps_per_second"])
     head = "by cores" if "model" in limit else "limit"
-    lines = [f"{head}: {number(by_cores)} steps/s = {limit['cores']} cores / (CPU-s per 1000 steps alone: {costs})"]
+    by = f"{limit['cores']} cores / (CPU-s per 1000 steps alone: {costs(limit['cpu_seconds_per_1000_steps'])})"
+    if "gpu_seconds_per_1000_steps" in limit:
+        by = f"the lower of {by} and GPU / (s per 1000 steps alone: {costs(limit['gpu_seconds_per_1000_steps'])})"
+    lines = [f"{head}: {number(by_cores)} steps/s = {by}"]
     if "model" in limit:
         model = limit["model"]
         lines.insert(
