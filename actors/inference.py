@@ -49,6 +49,8 @@ class InferenceBatch:
         self._sample: dict[int, Callable] = dict.fromkeys(buckets, sampled)
         largest = buckets[-1]
         pinned = device.type == "cuda"
+        if pinned and device.index is not None:
+            torch.cuda.set_device(device)  # pinning opens a context on the current one
         dtype = torch.from_numpy(np.empty(0, spec.observation_dtype)).dtype
         self._obs = torch.zeros((largest, *spec.observation_shape), dtype=dtype, pin_memory=pinned)
         self._noise = torch.zeros((largest, model.head.noise_size), pin_memory=pinned)
@@ -84,7 +86,8 @@ class InferenceBatch:
             inputs = (x.to(self.device, non_blocking=True) for x in inputs)
         outputs = self._most_likely(*inputs) if mode else self._sample[bucket](*inputs)
         if self.device.type != "cpu":
-            outputs = (x.cpu() for x in outputs)
+            outputs = [x.to("cpu", non_blocking=True) for x in outputs]
+            torch.cuda.current_stream(self.device).synchronize()
         answer = Answer(*(x.numpy()[:rows] for x in outputs))
         if answer.action.dtype.kind == "f" and np.isnan(answer.action).any():
             raise RunFailed(

@@ -33,7 +33,7 @@ def enable() -> None:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cuDNN without autotuning": not torch.backends.cudnn.benchmark,
         "deterministic cuDNN": torch.backends.cudnn.deterministic,
-        "full float32 products": not torch.backends.cuda.matmul.allow_tf32,
+        "full float32 products": not (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
         "one thread per kernel": torch.get_num_threads() == 1,
     }
     ignored = [name for name, on in wanted.items() if not on]
