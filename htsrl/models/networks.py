@@ -21,7 +21,7 @@ from htsrl.errors import ConfigError
 from htsrl.models.heads import DiagonalGaussian, Head, mask_logits
 from htsrl.models.normalize import Normalize
 from htsrl.models.recurrent import Core, Sequences
-from htsrl.models.sparse import SparseConv
+from htsrl.models.sparse import SCALE, SparseConv
 
 # Gains of the orthogonal initialisation: hidden layers keep the scale of a rectified signal, the first policy is close
 # to uniform, values start at the features' own scale (Engstrom et al. 2020 and Andrychowicz et al. 2021 measure it).
@@ -182,8 +182,10 @@ def nature_trunk(
         elif sparse:
             layers.append(sparse_conv(shape, outputs, kernel, stride, 0, HIDDEN_GAIN, options, rng))
         elif options.precision == "bf16":
-            layers.append(ScaledImage(dtype, options, block=stride))
-            layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv))
+            first = conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng, BlockConv)
+            assert isinstance(first, BlockConv)
+            first.scale = SCALE if dtype == np.uint8 else 1.0
+            layers += [BlockImage(stride), first]
         else:
             layers.append(ScaledImage(dtype, options))
             layers.append(conv(channels, outputs, kernel, stride, 0, HIDDEN_GAIN, rng))
@@ -283,43 +285,53 @@ def part_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 class ScaledImage(nn.Module):
-    """[B, H, W, C] to [B, C, H, W] floats, channels_last; uint8 from 0..255 to 0..1, other dtypes as they are.
+    """[B, H, W, C] to [B, C, H, W] floats, channels_last; uint8 from 0..255 to 0..1, other dtypes as they are."""
 
-    With ``block`` > 1 what comes out is [B, block²·C, H/block, W/block], for :class:`BlockConv`: the pixels of each
-    block side by side, in the same copy that makes floats of bytes.
-    """
-
-    def __init__(self, dtype: np.dtype, options: NetworkOptions, block: int = 1) -> None:
+    def __init__(self, dtype: np.dtype, options: NetworkOptions) -> None:
         super().__init__()
-        self.scale = 1.0 / 255.0 if dtype == np.uint8 else None
+        self.scale = SCALE if dtype == np.uint8 else None
         # Bytes are exact in bfloat16, so the first convolution may as well read half as much
         self.dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        image = image.permute(0, 3, 1, 2).to(self.dtype)
+        return image if self.scale is None else image.mul_(self.scale)
+
+
+class BlockImage(nn.Module):
+    """[B, H, W, C] to [B, s²·C, H/s, W/s] bfloat16, channels_last: the pixels of each s x s block side by side.
+
+    Bytes stay what they are, 0..255: :class:`BlockConv` scales its weights instead, which are far fewer.
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
         self.block = block
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        if self.block > 1:
-            B, H, W, C = image.shape
-            s, h, w = self.block, H // self.block, W // self.block
-            blocks = image[:, : h * s, : w * s].reshape(B, h, s, w, s, C).transpose(2, 3)
-            blocks = blocks.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
-            image = blocks.view(B, h, w, s * s * C).permute(0, 3, 1, 2)
-        else:
-            image = image.permute(0, 3, 1, 2).to(self.dtype)
-        return image if self.scale is None else image.mul_(self.scale)
+        B, H, W, C = image.shape
+        s, h, w = self.block, H // self.block, W // self.block
+        lines = image[:, : h * s, : w * s].reshape(B, h, s, w, s * C)
+        blocks = torch.cat([lines[:, :, line] for line in range(s)], -1)  # as bytes: in whole runs of s·C
+        return blocks.to(torch.bfloat16).permute(0, 3, 1, 2)
 
 
 class BlockConv(nn.Conv2d):
     """A convolution of kernel 2s and stride s as one of kernel 2 and stride 1 over blocks of s x s pixels.
 
-    The same sums. PyTorch 2.13's bfloat16 kernel for AMX gets kernel 8, stride 4 over 16 channels wrong, and this form
-    is as fast.
+    The same sums, of pixels times ``scale``. PyTorch 2.13's bfloat16 kernel for AMX gets kernel 8, stride 4 over 16
+    channels wrong, and this form is as fast.
     """
+
+    scale = 1.0
 
     def forward(self, blocks: torch.Tensor) -> torch.Tensor:
         outputs, C, kernel, _ = self.weight.shape
         s = self.stride[0]
         assert kernel == 2 * s
-        weight = self.weight.permute(0, 2, 3, 1).reshape(outputs, 2, s, 2, s, C).transpose(2, 3)
+        # Rounded before it is scaled, as an actor's weights are
+        weight = self.weight.bfloat16().float() * self.scale
+        weight = weight.permute(0, 2, 3, 1).reshape(outputs, 2, s, 2, s, C).transpose(2, 3)
         weight = weight.reshape(outputs, 2, 2, s * s * C).permute(0, 3, 1, 2)
         return F.conv2d(blocks, weight, self.bias)
 

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+SCALE = 1.0 / 255.0
+"""From the bytes of an image to 0..1."""
+
 _WORD = 8
 
 
@@ -24,8 +27,6 @@ class SparseConv(nn.Conv2d):
 
     ``rounded`` computes in bfloat16 what autocast would: weights and outputs.
     """
-
-    scale = 1.0 / 255.0
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class SparseConv(nn.Conv2d):
         B, (outputs, C, K, _) = len(image), self.weight.shape
         places = marked(image)
         row = places.div(image[0].numel(), rounding_mode="floor")
-        value = image.reshape(-1).index_select(0, places).float().mul_(self.scale)
+        value = image.reshape(-1).index_select(0, places).float().mul_(SCALE)
 
         # All that is to be added up, [n * R], output by output
         area = self.height * self.width
@@ -100,7 +101,7 @@ class SparseConv(nn.Conv2d):
 
     def seen(self, image: torch.Tensor) -> torch.Tensor:
         """``image`` as a dense convolution would take it: [B, C, H, W] float32, channels_last."""
-        return image.permute(0, 3, 1, 2).float().mul_(self.scale)
+        return image.permute(0, 3, 1, 2).float().mul_(SCALE)
 
 
 def marked(image: torch.Tensor) -> torch.Tensor:
