@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def run_actor(ports: ActorPorts) -> None:
         control = ports.arena.views("control")
         seats = Seats(ports.index, N, control)
         storages = [FlatRows(ports.arena.views(name)) for name in ("even", "odd")]
+        at_once = N if ports.lockstep else batch.largest
         version = -1
         pause = random_pauses(ports.delay_ms)
         send_ready(ports.lines, buckets=batch.buckets)
@@ -50,17 +52,18 @@ def run_actor(ports: ActorPorts) -> None:
             interval = int(control.interval[0])
             storage = storages[interval % 2]
 
-            # Find their rows
-            mark("find", len(groups))
-            found = [seats.columns_of[g] + (int(control.answered[g]) - interval * T) * N for g in groups]
-            index = np.concatenate(found) if len(found) > 1 else found[0]
+            for some in seats.batches(groups, at_once):
+                # Find their rows
+                mark("find", len(some))
+                found = [seats.columns_of[g] + (int(control.answered[g]) - interval * T) * N for g in some]
+                index = np.concatenate(found) if len(found) > 1 else found[0]
 
-            # Infer and sample, and tell their executors
-            answer_rows(batch, storage, index, index)
-            mark("post", len(groups))
-            for g in groups:
-                control.answered[g] += 1
-            tell_executors(groups, seats.executor_of, ports)
+                # Infer and sample, and tell their executors, which step while the next ones are answered
+                answer_rows(batch, storage, index, index)
+                mark("post", len(some))
+                for g in some:
+                    control.answered[g] += 1
+                tell_executors(some, seats.executor_of, ports)
 
 
 class Seats:
@@ -87,6 +90,19 @@ class Seats:
             self.executor_of = layout.executor_of.tolist()
             self.is_own = (layout.actor_of == self._actor).tolist()
             self.own = np.flatnonzero(self.is_own)
+
+    def batches(self, groups: list[int], rows: int) -> Iterator[list[int]]:
+        """``groups`` in lists of together at most ``rows`` rows; a group with more has one of its own."""
+        some: list[int] = []
+        size = 0
+        for g in groups:
+            more = len(self.columns_of[g])
+            if some and size + more > rows:
+                yield some
+                some, size = [], 0
+            some.append(g)
+            size += more
+        yield some
 
 
 def build_policy(ports: ActorPorts) -> tuple[FlatParameters, InferenceBatch]:

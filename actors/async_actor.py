@@ -33,14 +33,15 @@ def run_async_actor(ports: ActorPorts) -> None:
             pause()
             version = fetch(control, parameters.assign, version)
 
-            # Find their rows: each group has its own unroll and step; a slot has T + 1 rows of observations
-            steps = {g: int(control.answered[g]) % (slots * T) for g in groups}
-            index = np.concatenate([seats.columns_of[g] + step * N for g, step in steps.items()])
-            obs_index = np.concatenate([seats.columns_of[g] + (step + step // T) * N for g, step in steps.items()])
+            for some in seats.batches(groups, batch.largest):
+                # Find their rows: each group has its own unroll and step; a slot has T + 1 rows of observations
+                steps = {g: int(control.answered[g]) % (slots * T) for g in some}
+                index = np.concatenate([seats.columns_of[g] + step * N for g, step in steps.items()])
+                obs_index = np.concatenate([seats.columns_of[g] + (step + step // T) * N for g, step in steps.items()])
 
-            # Infer and sample, say with what, and tell their executors
-            answer_rows(batch, rows, obs_index, index)
-            behaviour_version[index] = version
-            for g in groups:
-                control.answered[g] += 1
-            tell_executors(groups, seats.executor_of, ports)
+                # Infer and sample, say with what, and tell their executors
+                answer_rows(batch, rows, obs_index, index)
+                behaviour_version[index] = version
+                for g in some:
+                    control.answered[g] += 1
+                tell_executors(some, seats.executor_of, ports)
