@@ -134,8 +134,10 @@ def assert_versions_are_what_they_say(run):
     config = run.config
     model = build_model(run.spec, config.network, config.seed)
     flat = FlatParameters(model, gradients=False)
-    for n, unrolls in enumerate(run.column_of_replicas()):
-        versions = np.concatenate([unroll["behaviour_version"] for _, unroll in unrolls])
+    columns = run.column_of_replicas()
+    assert any(columns)  # the slowest replicas may have none: their executors are killed while the others go on
+    for n, unrolls in enumerate(columns):
+        versions = [version for _, unroll in unrolls for version in unroll["behaviour_version"]]
         assert (np.diff(versions) >= 0).all()
         for number, unroll in unrolls:
             noise = rng.gumbel(rng.generator(0, rng.Stream.ACTION_NOISE, n, number), (run.T, model.head.noise_size))
