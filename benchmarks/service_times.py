@@ -39,6 +39,7 @@ from htsrl.envs.spec import EnvSpec
 from htsrl.errors import RunFailed
 from htsrl.learner.learner import Learner
 from htsrl.models import build_model
+from htsrl.models.sparse import few_marks
 from htsrl.resolve import layout_for, resolve
 from htsrl.storage.digest import trajectory_digest
 from htsrl.storage.episodes import EpisodeLog, EpisodeLogs
@@ -55,6 +56,8 @@ NAP_MS, REGULAR = 2.0, 1e9
 T = 32
 """Steps per interval of the executor alone."""
 PATIENCE_S = 60.0
+MARKS = 16
+"""Of a frame of football: at most twice those of its scenario, three against one, the keeper, ball and active player."""
 LENGTHS = (128, 32)
 """Intervals at which the learner is timed: one of the usual length, one to tell fixed costs from those per row."""
 
@@ -229,7 +232,7 @@ def actor_alone(config: AnyConfig, executors: int, seconds: float) -> tuple[list
         opened.callback(arena.close)
         control, storage = arena.views("control"), arena.views("even")
         control.layout[:] = layout.numbers
-        random_observations(storage)
+        random_observations(storage, spec)
         to_actor, to_executors = mailbox(), [mailbox() for _ in range(executors)]
 
         def ports(lines: Lines) -> ActorPorts:
@@ -285,12 +288,15 @@ def listen(inbox: Inbox, told: queue.SimpleQueue[int]) -> None:
                 told.put(number)
 
 
-def random_observations(storage: Any) -> None:
+def random_observations(storage: Any, spec: EnvSpec) -> None:
     """Fill ``storage`` with observations of random values; stacked ones are all within an episode."""
     rng = np.random.default_rng(0)
     stacked = is_stacked(storage)
     seen = storage.frames if stacked else storage.obs
-    if seen.dtype == np.uint8:
+    if spec.sparse:
+        images = seen.reshape(-1, *seen.shape[2:])
+        images[:] = few_marks(rng, images.shape, MARKS)
+    elif seen.dtype == np.uint8:
         seen[:] = rng.integers(0, 256, seen.shape, np.uint8)
     else:
         seen[:] = rng.standard_normal(seen.shape, np.float32)
@@ -428,7 +434,7 @@ class LearnerAlone:
     def _storage(self, spec: EnvSpec, length: int) -> SimpleNamespace:
         fields = rollout_fields(spec, length, self.N, self.model.head.noise_size, self.model.state_size)
         storage = SimpleNamespace(**{each.name: np.zeros(each.shape, each.dtype) for each in fields})
-        random_observations(storage)
+        random_observations(storage, spec)
         random_actions(storage.action, spec.action)
         storage.reward[:] = np.random.default_rng(0).standard_normal(storage.reward.shape)
         storage.valid[:] = True

@@ -116,10 +116,10 @@ def marked(image: torch.Tensor) -> torch.Tensor:
     return some.index_select(0, which[:, 0]) * _WORD + which[:, 1]
 
 
-def few_marks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Images [B, H, W, C] uint8 of such a kind: up to 128 bytes of each are not 0, and may be anything."""
+def few_marks(rng: np.random.Generator, shape: tuple[int, ...], most: int = 128) -> np.ndarray:
+    """Images [B, H, W, C] uint8 of such a kind: up to ``most`` bytes of each are not 0, and may be anything."""
     images = np.zeros((shape[0], int(np.prod(shape[1:]))), np.uint8)
     for row in images:
-        count = int(rng.integers(129))
+        count = int(rng.integers(most + 1))
         row[rng.integers(0, row.size, count)] = rng.integers(1, 256, count)
     return images.reshape(shape)
