@@ -57,7 +57,7 @@ T = 32
 """Steps per interval of the executor alone."""
 PATIENCE_S = 60.0
 MARKS = 16
-"""Of a frame of football: at most twice those of its scenario, three against one, the keeper, ball and active player."""
+"""At most, in a frame of football: twice those of three against one, a keeper on each side, ball and active player."""
 LENGTHS = (128, 32)
 """Intervals at which the learner is timed: one of the usual length, one to tell fixed costs from those per row."""
 
