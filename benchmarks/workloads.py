@@ -40,6 +40,9 @@ class Workload:
         Raises:
             ConfigError: a setting is unknown or has a value that it can't have.
         """
+        for name in ("env", "algo"):
+            if name in settings:
+                raise ConfigError(f"{name} is the workload's own, {getattr(self, name)} of {self.name}: leave it out")
         return configure(self.env, self.algo, **{**self.settings, **settings})
 
 

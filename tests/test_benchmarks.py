@@ -209,6 +209,7 @@ def test_digests_are_compared_with_golden_ones_of_the_same_settings_and_machine(
     ("script", "arguments", "words"),
     [
         ("throughput.py", ["--workload", "chess"], "chess is not a workload"),
+        ("throughput.py", ["--workload", "cartpole", "--set", "algo=a2c"], "algo is the workload's own, ppo"),
         ("throughput.py", ["--workload", "sleep-0-1-16"], "greater than zero"),
         ("throughput.py", ["--schedules", "hts,fast"], "fast is not a schedule"),
         ("throughput.py", ["--peers", "rival"], "rival is not a peer"),
