@@ -21,8 +21,8 @@ def keep_freed_memory() -> None:
     """Blocks of up to 32 MiB come from one heap that does not shrink, in huge pages; elsewhere nothing is done.
 
     A block that went back to the kernel costs a page fault per 4 KiB when it is wanted again, 7 % of a CNN's update;
-    heaps of threads of their own give back even more. Small pages cost another 4 %, in bfloat16 10 %: a minibatch's
-    tensors are more of them than the processor can keep the addresses of.
+    heaps of threads of their own give back even more. Small pages cost another 4 to 7 %, in bfloat16 10 to 20 %: a
+    minibatch's tensors are more of them than the processor can keep the addresses of.
     """
     try:
         libc = ctypes.CDLL(None)

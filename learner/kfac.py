@@ -115,8 +115,7 @@ def make_blocks(model: ActorCritic, parts: int = 1) -> list[Block]:
 
 def _is_known(module: nn.Module) -> bool:
     # Exactly these classes: what a subclass computes, or whether its owner calls it at all, is its own affair.
-    if type(module) in (nn.Conv2d, SparseConv):
-        assert isinstance(module, nn.Conv2d)
+    if isinstance(module, nn.Conv2d) and type(module) in (nn.Conv2d, SparseConv):
         return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return type(module) is nn.Linear
 

@@ -386,3 +386,12 @@ def test_long_episodes_change_hands_by_snapshots(tmp_path, monkeypatch, restless
     assert tuned["trajectory_sha256"] == whole["trajectory_sha256"]
     replayed = (tmp_path / "steps").stat().st_size - 1 - LONG * T * 16  # one in the description
     assert 2 * LONG * 128 <= replayed < LONG * T * 12
+
+
+def test_an_actor_tells_of_as_many_rows_as_a_batch_holds():
+    control = SimpleNamespace(layout=np.array([2, 1, 2]))  # eight replicas in four groups of two
+    seats = Seats(0, 8, control)
+    assert [columns.tolist() for columns in seats.columns_of] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for most, batches in ((8, [[0, 1, 3]]), (5, [[0, 1], [3]]), (4, [[0, 1], [3]]), (2, [[0], [1], [3]])):
+        assert list(seats.batches([0, 1, 3], most)) == batches
+    assert list(seats.batches([2, 3], 1)) == [[2], [3]]  # a group that is larger than a batch

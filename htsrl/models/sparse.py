@@ -2,7 +2,7 @@
 
 Football's minimap marks players and ball: 32 to 100 of the 110,592 bytes of a stack. A dense convolution multiplies
 all of them, which is two thirds of what the paper's network computes; this one looks up what each marked byte adds to
-the few outputs that see it. On one core a row's forward and backward pass take 60 µs instead of 590.
+the few outputs that see it. On one core its forward and backward pass take 80 µs a row instead of 490.
 """
 
 from __future__ import annotations
